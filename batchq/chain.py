@@ -1,0 +1,43 @@
+"""The chain of tokens by which a push gets into the queue exactly once: the client's side, pure.
+
+Redis keeps, a producer, the token of its last push. A push names the token that it expects there and its own. If Redis has the push's own,
+it ran before. If Redis has the expected one, it runs. Anything else is a gap: Redis has lost pushes, and says which is the last it knows.
+Tokens count up and are never used again, so "later than the last one known" is a comparison.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Link(NamedTuple):
+    """What one push carries of the chain; ``number`` goes to the requests that leave with it."""
+
+    previous: str
+    token: str
+    number: int
+
+
+class Chain:
+    """The chain of one producer. One push at a time: ``next``, then ``done`` or ``gap``."""
+
+    __slots__ = ("_number", "last")
+
+    def __init__(self) -> None:
+        self.last = ""
+        """The token of the last push that Redis has confirmed, '' for none."""
+        self._number = 0
+
+    def next(self) -> Link:
+        """Return the link for a new push; a push that is sent again keeps its own."""
+        self._number += 1
+        return Link(self.last, str(self._number), self._number)
+
+    def done(self, link: Link) -> None:
+        """Note that Redis has confirmed a push."""
+        self.last = link.token
+
+    def gap(self, stored: str) -> int:
+        """Note that Redis knows ``stored`` as the last push; requests of pushes with a higher number are lost. 0: all of them."""
+        self.last = stored
+        return int(stored) if stored.isdigit() else 0

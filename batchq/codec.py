@@ -1,0 +1,223 @@
+"""Values <-> msgpack. Never pickle, never object dtype.
+
+None, bool, int (64 bit), float, str, bytes, list (tuples arrive as lists), dict with str or int keys, datetime, numpy scalars (as Python
+ones), numpy arrays of any numeric or bool dtype, torch tensors (sent as arrays). Two msgpack extension types carry what msgpack lacks:
+
+====  ========================================================================================
+ext   data
+====  ========================================================================================
+1     an array: msgpack ``[dtype, shape]`` (numpy's dtype string, e.g. ``"<f4"``), zero bytes up to a multiple of 16, then the elements in
+      C order
+2     a datetime: ISO 8601 text in UTF-8, with an offset if it is aware
+====  ========================================================================================
+
+Only modules that the process has imported itself are looked at: packing never imports numpy or torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import sys
+from typing import Any
+
+import msgpack
+
+from batchq.errors import EncodeError
+
+EXT_ARRAY = 1
+EXT_DATETIME = 2
+
+_ALIGN = 16
+_MAX_DIMS = 32
+_SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+class DecodeError(Exception):
+    """Bytes that are not a value of this codec; the message says why."""
+
+
+def _default(value: Any) -> Any:
+    """Turn what msgpack does not know into something it does; TypeError where there is none."""
+    if isinstance(value, datetime.datetime):
+        return msgpack.ExtType(EXT_DATETIME, value.isoformat().encode())
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    np = sys.modules.get("numpy")
+    if np is not None:
+        if isinstance(value, np.ndarray):
+            return _pack_array(value)
+        if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+            return value.item()
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _pack_array(_tensor_to_array(value))
+    raise TypeError(type(value).__name__)
+
+
+def _tensor_to_array(tensor: Any) -> Any:
+    tensor = tensor.detach().cpu()
+    if str(tensor.dtype) == "torch.bfloat16":  # numpy has no such type; float32 holds each of its values
+        tensor = tensor.float()
+    return tensor.resolve_conj().resolve_neg().numpy()
+
+
+def _pack_array(array: Any) -> msgpack.ExtType:
+    if array.dtype.kind not in "biufc" or array.dtype.hasobject:
+        raise TypeError(f"an array of dtype {array.dtype}")
+    header = msgpack.packb([array.dtype.str, list(array.shape)])
+    padding = b"\0" * (-len(header) % _ALIGN)
+    return msgpack.ExtType(EXT_ARRAY, b"".join((header, padding, array.tobytes())))
+
+
+def _unpack_array(data: bytes, copy: bool) -> Any:
+    try:
+        import numpy as np
+    except ImportError as error:
+        raise DecodeError("the value holds a numpy array, and numpy is not installed here: pip install numpy") from error
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(data[:1024])
+    header = unpacker.unpack()
+    if not (isinstance(header, list) and len(header) >= 2 and isinstance(header[0], str) and isinstance(header[1], list)):
+        raise DecodeError("an array without [dtype, shape]")
+    dtype_name, shape = header[0], header[1]
+    if len(shape) > _MAX_DIMS or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+        raise DecodeError(f"an array of shape {shape!r:.80}")
+    if len(dtype_name) > 8 or dtype_name[1:2] not in tuple("biufc"):
+        raise DecodeError(f"an array of dtype {dtype_name!r:.40}")
+    dtype = np.dtype(dtype_name)
+    start = unpacker.tell()
+    start += -start % _ALIGN
+    if math.prod(shape) * dtype.itemsize != len(data) - start:
+        raise DecodeError(f"an array of shape {shape} and dtype {dtype} with {len(data) - start} bytes")
+    array = np.frombuffer(data, dtype, offset=start).reshape(shape)
+    return array.copy() if copy else array
+
+
+def _ext_hook(copy: bool) -> Any:
+    def hook(code: int, data: bytes) -> Any:
+        if code == EXT_ARRAY:
+            return _unpack_array(data, copy)
+        if code == EXT_DATETIME:
+            return datetime.datetime.fromisoformat(data.decode())
+        raise DecodeError(f"an extension of type {code}, which this version does not know")
+
+    return hook
+
+
+def _checked_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    for key, _ in pairs:
+        if type(key) is not str and type(key) is not int:
+            raise DecodeError(f"a dict key of type {type(key).__name__}; allowed are str and int")
+    return dict(pairs)
+
+
+_HOOKS = {copy: _ext_hook(copy) for copy in (True, False)}
+
+
+def ext_hook(copy: bool) -> Any:
+    """Return msgpack's ``ext_hook`` for this codec's extension types."""
+    return _HOOKS[copy]
+
+
+def pack(value: object) -> bytes:
+    """Return ``value`` as msgpack; raise EncodeError that names the path to what cannot be carried, and the remedy."""
+    try:
+        if type(value) not in _SCALARS and has_bad_key(value):
+            raise explain(value)
+        return msgpack.packb(value, default=_default)  # type: ignore[no-any-return]
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise explain(value, error) from None
+
+
+def unpack(data: bytes | memoryview, *, copy: bool = True) -> Any:
+    """Return the value in ``data``; ``copy=False`` gives arrays as read-only views. Raise DecodeError for anything else."""
+    try:
+        return msgpack.unpackb(
+            data,
+            ext_hook=_HOOKS[copy],
+            object_pairs_hook=_checked_dict,
+            strict_map_key=False,
+        )
+    except DecodeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - msgpack, datetime and numpy raise many kinds for broken bytes
+        raise DecodeError(f"not a msgpack value: {error or type(error).__name__}") from None
+
+
+def has_bad_key(value: object) -> bool:
+    """Tell whether a dict in ``value`` has a key that is neither str nor int; long lists of scalars are looked at by their first element."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, (str, int)) or isinstance(key, bool):
+                return True
+            if type(item) not in _SCALARS and has_bad_key(item):
+                return True
+    elif isinstance(value, (list, tuple)):
+        if value and type(value[0]) in _SCALARS and len(value) > 16:
+            return False  # the reader checks every dict again
+        for item in value:
+            if type(item) not in _SCALARS and has_bad_key(item):
+                return True
+    return False
+
+
+def explain(value: object, error: Exception | None = None) -> EncodeError:
+    """Return an EncodeError that names the path to what cannot be carried, and the remedy."""
+    try:
+        path, problem = _find(value, "value", 0)
+    except RecursionError:
+        path, problem = "value", "nested too deeply (over 500 levels)"
+    return EncodeError(f"{path}: {problem or error}")
+
+
+def _find(value: Any, path: str, depth: int) -> tuple[str, str]:
+    if depth > 500:
+        return "value", "nested too deeply (over 500 levels), or it contains itself"
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
+                return f"{path}[{key!r}]", f"a dict key of type {type(key).__name__}; use str or int keys"
+            if isinstance(key, int) and not -(2**63) <= key < 2**64:
+                return f"{path}[{key!r}]", "a dict key beyond 64 bits; use a str"
+            found = _find(item, f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r}]", depth + 1)
+            if found[1]:
+                return found
+        return path, ""
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            found = _find(item, f"{path}[{index}]", depth + 1)
+            if found[1]:
+                return found
+        return path, ""
+    if isinstance(value, int):
+        return path, "" if -(2**63) <= value < 2**64 else "an int beyond 64 bits; send it as a str"
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return path, "a str with lone surrogates; send it as bytes"
+        return path, ""
+    if value is None or isinstance(value, (float, bytes)):
+        return path, ""
+    try:
+        _default(value)
+    except TypeError as error:
+        return path, f"{error}{_remedy(value)}"
+    return path, ""
+
+
+def _remedy(value: Any) -> str:
+    if hasattr(value, "model_dump"):
+        return "; call .model_dump()"
+    if hasattr(value, "__dataclass_fields__"):
+        return "; call dataclasses.asdict()"
+    if hasattr(value, "dtype"):
+        return "; convert it to a numeric dtype or to a list"
+    if hasattr(value, "tobytes") and hasattr(value, "mode"):  # PIL.Image
+        return "; send the encoded file's bytes or np.asarray(image)"
+    if isinstance(value, (set, frozenset)) or hasattr(value, "__next__"):
+        return "; call list()"
+    if callable(value):
+        return "; did you forget to call it?"
+    return "; allowed are None, bool, int, float, str, bytes, list, dict, datetime and numeric numpy arrays"

@@ -1,0 +1,175 @@
+"""Requests and replies <-> msgpack: pure, versioned, limited.
+
+A request is ``[version, id, reply, timeout_ms, value, meta]`` and, where it has them, ``batch_key, cost``; a reply is
+``[version, id, code, value]`` and for errors ``error_type``. Readers accept longer arrays. docs/protocol.md has every field.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Any, NamedTuple
+
+import msgpack
+
+from batchq import codec
+from batchq.errors import BatchqError, ModelError, PayloadTooLargeError, from_wire
+
+VERSION = 1
+OLDEST_VERSION = 1
+"""Workers read this version and all up to ``VERSION``."""
+
+_CLIENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MAX_TTL_MS = 2**32 - 1
+
+# [version, id: bin 16, reply: uint 32 or str, timeout_ms: uint 32, …: with its fixed widths, the timeout can be changed in place
+_OWN_KEY = struct.Struct(">BBH16sBIBI")
+_STREAM = struct.Struct(">BBH16sB20sBI")
+_ID = 0xC410  # bin 8, 16 bytes
+CLIENT_NAME_LENGTH = 20
+_TIMEOUT = struct.Struct(">I")
+
+
+class Request(NamedTuple):
+    """One request as a worker reads it.
+
+    ``reply`` is the asyncio client's name (its stream), or for how many milliseconds a reply under the request's own key is kept.
+    """
+
+    id: bytes
+    reply: str | int
+    timeout_ms: int
+    value: Any
+    meta: dict[str, Any] | None = None
+    batch_key: str | int | None = None
+    cost: float | None = None
+
+
+class Reply(NamedTuple):
+    """One reply: ``code`` is '' for an answer, else the wire code of an error whose message is ``value``."""
+
+    id: bytes
+    code: str
+    value: Any
+    error_type: str = ""
+
+    def error(self) -> BatchqError:
+        """Return the error that this reply stands for."""
+        return from_wire(self.code, str(self.value), self.id.hex(), self.error_type)
+
+
+class BadRequestError(Exception):
+    """A request that cannot be decoded. Where its id and reply address could be read, its caller can still be told."""
+
+    def __init__(self, code: str, message: str, id: bytes | None = None, reply: str | int | None = None) -> None:  # noqa: A002
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.id = id
+        self.reply = reply
+
+
+def encode_request(
+    id: bytes,  # noqa: A002
+    reply: str | int,
+    timeout_ms: int,
+    value: object,
+    *,
+    meta: dict[str, Any] | None = None,
+    batch_key: str | int | None = None,
+    cost: float | None = None,
+    max_payload: int = 2**31,
+) -> bytes:
+    """Return the request as msgpack; raise EncodeError or PayloadTooLargeError."""
+    payload = codec.pack(value)
+    if len(payload) > max_payload:
+        raise PayloadTooLargeError(
+            f"the value takes {len(payload):,} bytes; max_payload is {max_payload:,}. Send less, or raise max_payload on both sides"
+        )
+    extras = batch_key is not None or cost is not None
+    array = 0x98 if extras else 0x96
+    if isinstance(reply, int):
+        head = _OWN_KEY.pack(array, VERSION, _ID, id, 0xCE, reply, 0xCE, timeout_ms)
+    else:
+        head = _STREAM.pack(array, VERSION, _ID, id, 0xA0 | CLIENT_NAME_LENGTH, reply.encode(), 0xCE, timeout_ms)
+    tail = b"\xc0" if meta is None else codec.pack(meta)
+    if extras:
+        tail += codec.pack(batch_key) + codec.pack(cost)
+    return head + payload + tail
+
+
+def with_timeout(request: bytes, timeout_ms: int) -> bytes:
+    """Return the same request with another ``timeout_ms``; for one that ``encode_request`` made."""
+    end = (_OWN_KEY if request[20] == 0xCE else _STREAM).size
+    return request[: end - 4] + _TIMEOUT.pack(timeout_ms) + request[end:]
+
+
+def decode_request(data: bytes, *, copy: bool = True) -> Request:
+    """Return the request in ``data``; raise BadRequestError, with as much as could be read."""
+    version, id, reply = _read_address(data)  # noqa: A001
+    if not OLDEST_VERSION <= version <= VERSION:
+        raise BadRequestError(
+            "request.version",
+            f"the request speaks protocol version {version}, this worker {OLDEST_VERSION} to {VERSION}: upgrade the workers first",
+            id,
+            reply,
+        )
+    try:
+        fields = codec.unpack(data, copy=copy)
+    except codec.DecodeError as error:
+        raise BadRequestError("request.encode", f"the request cannot be decoded: {error}", id, reply) from None
+    timeout_ms, meta = fields[3], fields[5] if len(fields) > 5 else None
+    batch_key, cost = (fields[6], fields[7]) if len(fields) > 7 else (None, None)
+    if len(fields) < 5 or type(timeout_ms) is not int or not (meta is None or isinstance(meta, dict)):
+        raise BadRequestError("request.encode", "the request lacks fields, or has some of the wrong type", id, reply)
+    return Request(id, reply, timeout_ms, fields[4], meta, batch_key, cost)
+
+
+def _read_address(data: bytes) -> tuple[int, bytes, str | int]:
+    """Read the three fields that stand first in every version."""
+    try:
+        unpacker = msgpack.Unpacker(strict_map_key=False)
+        unpacker.feed(data[:256])
+        length = unpacker.read_array_header()
+        version, id, reply = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()  # noqa: A001
+    except Exception as error:  # noqa: BLE001 - msgpack raises many kinds for broken bytes
+        raise BadRequestError("request.encode", f"not a request: {error or type(error).__name__}") from None
+    named = type(reply) is str and _CLIENT_NAME.fullmatch(reply)
+    timed = type(reply) is int and 0 <= reply <= _MAX_TTL_MS
+    if length < 5 or type(version) is not int or type(id) is not bytes or len(id) != 16 or not (named or timed):
+        raise BadRequestError("request.encode", "not a request: [version, id: bin 16, reply: str or uint, …] expected")
+    return version, id, reply
+
+
+def encode_reply(id: bytes, value: object, *, max_payload: int = 2**31) -> bytes:  # noqa: A002
+    """Return an answer as msgpack; raise EncodeError or PayloadTooLargeError."""
+    payload = codec.pack(value)
+    if len(payload) > max_payload:
+        raise PayloadTooLargeError(f"the answer takes {len(payload):,} bytes; max_payload is {max_payload:,}")
+    return b"\x94\x01\xc4\x10" + id + b"\xa0" + payload
+
+
+def encode_error(id: bytes, error: BatchqError) -> bytes:  # noqa: A002
+    """Return an error as msgpack."""
+    kind = error.error_type if isinstance(error, ModelError) else ""
+    text = error.message.encode("utf-8", "replace").decode()  # an exception's text may hold lone surrogates
+    return msgpack.packb([VERSION, id, error.code, text, kind])  # type: ignore[no-any-return]
+
+
+def decode_replies(data: bytes, *, copy: bool = True) -> list[Reply]:
+    """Return the replies that stand one behind the other in ``data``; what cannot be read ends the list."""
+    unpacker = msgpack.Unpacker(
+        ext_hook=codec.ext_hook(copy),
+        strict_map_key=False,
+        max_buffer_size=0,
+    )
+    unpacker.feed(data)
+    replies = []
+    try:
+        for fields in unpacker:
+            reply = Reply(fields[1], fields[2], *fields[3:5])
+            if type(reply.id) is bytes and type(reply.code) is str:
+                replies.append(reply)
+    except Exception:  # noqa: BLE001 - broken bytes: the callers of what follows run into their deadline
+        return replies
+    return replies
