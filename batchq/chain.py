@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Link(NamedTuple):
+class Position(NamedTuple):
     """What one push carries of the chain; ``number`` goes to the requests that leave with it."""
 
     previous: str
@@ -28,14 +28,14 @@ class Chain:
         """The token of the last push that Redis has confirmed, '' for none."""
         self._number = 0
 
-    def next(self) -> Link:
-        """Return the link for a new push; a push that is sent again keeps its own."""
+    def next(self) -> Position:
+        """Return the position of a new push; a push that is sent again keeps its own."""
         self._number += 1
-        return Link(self.last, str(self._number), self._number)
+        return Position(self.last, str(self._number), self._number)
 
-    def done(self, link: Link) -> None:
+    def done(self, position: Position) -> None:
         """Note that Redis has confirmed a push."""
-        self.last = link.token
+        self.last = position.token
 
     def gap(self, stored: str) -> int:
         """Note that Redis knows ``stored`` as the last push; requests of pushes with a higher number are lost. 0: all of them."""

@@ -328,7 +328,7 @@ class Taken:
     """What take came to.
 
     ``outcome``: ``batch``; ``idle``; ``wait``: not due for ``left`` seconds; ``no``: nothing to prefetch; ``bulk``: take again in the
-    native form, ``left`` is 0. ``requests`` are None where the caller has to fetch them (``fetch_batch``). ``kind``: ``batch``, ``solo``,
+    native form. ``dropped``: how many were too late, where no batch came of it. ``requests`` are None where the caller has to fetch them (``fetch_batch``). ``kind``: ``batch``, ``solo``,
     ``again``. A head that is None stands for a request that is not to be run.
     """
 
@@ -339,6 +339,7 @@ class Taken:
     pending: int = 0
     heads: tuple[Head | None, ...] = ()
     requests: list[bytes] | None = None
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,8 +388,8 @@ def take(
 
 def _taken(result: list[Any], requests: Any) -> Taken:
     outcome, now = result[0].decode(), result[1]
-    if outcome == "wait":
-        return Taken(outcome, now, left=result[2] / 1e6)
+    if outcome in ("idle", "wait"):
+        return Taken(outcome, now, left=result[3] / 1e6 if outcome == "wait" else 0.0, dropped=result[2])
     if outcome != "batch":
         return Taken(outcome, now)
     heads = tuple(map(parse_head, result[4:]))

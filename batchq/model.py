@@ -1,7 +1,8 @@
 """The model contract: load it, call it, check what it answers, split a batch that fails.
 
 ``load(device="cpu", **model_args)`` returns ``predict``; ``predict(inputs)`` takes a list of n values and
-returns n answers in the same order: a list or tuple of n, or a numpy array or torch tensor with ``shape[0] == n``. An element that is an Exception fails its own item.
+returns n answers in the same order: a list or tuple of n, or a numpy array or torch tensor with ``shape[0] ==
+n``. An element that is an Exception fails its own item.
 """
 
 from __future__ import annotations
@@ -78,8 +79,7 @@ class Model:
         except _WrongAnswerError as error:
             self._fail(error, indices, outcomes, str(error), "")
             return []
-        except Exception as error:  # noqa: BLE001 - whatever the user's model raises is the caller's
-        ModelError
+        except Exception as error:  # noqa: BLE001 - the user's model may raise anything
             if len(indices) == 1:
                 self._fail(error, indices, outcomes, _describe(error), type(error).__name__)
                 return []
@@ -294,7 +294,7 @@ def _where(error: BaseException) -> str:
 def bind_load(
     load: Callable[..., Any], *, device: str | None = None, args: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the keyword arguments with which ``load`` is to be called: ``args``, and ``device`` if ``load`` takes it.
+    """Return the keyword arguments for a call of ``load``: ``args``, and ``device`` if ``load`` takes it.
 
     Raises ConfigError if ``load`` does not take one of ``args``, or needs one that is not there.
     """

@@ -27,6 +27,8 @@ AGED: Final = 1.0
 """Seconds after which the oldest request of a lane is granted a place."""
 DEADLINE_MARGIN: Final = 1.25
 """How many recent run times must be left for a request that goes into a batch."""
+CAP_SECONDS: Final = 60.0
+"""Seconds for which batches stay smaller after the device ran out of memory."""
 
 _RUN_TIME_WEIGHT: Final = 0.2
 _TOMBSTONES: Final = 64
@@ -70,8 +72,28 @@ class RunTime:
         self.seconds /= 2
 
 
+class Cap:
+    """A lower limit of the batch size for a while, after a batch did not fit into the device's memory."""
+
+    __slots__ = ("_limit", "_until")
+
+    def __init__(self) -> None:
+        self._limit: int | None = None
+        self._until = 0.0
+
+    def out_of_memory(self, size: int, now: float) -> None:
+        """Note that a batch of ``size`` did not fit: no more than half of it for the next 60 s."""
+        half = max(1, size // 2)
+        self._limit = half if self._limit is None or now >= self._until else min(half, self._limit)
+        self._until = now + CAP_SECONDS
+
+    def limit(self, now: float) -> int | None:
+        """Return how many requests a batch may hold now; None for no limit of its own."""
+        return self._limit if now < self._until else None
+
+
 class Pending(Generic[R]):
-    """The requests that wait for a batch. Not thread-safe; each call costs O(batch) at most, over many calls."""
+    """The requests that wait for a batch. Not thread-safe. Each call costs O(batch), amortized."""
 
     __slots__ = ("_counts", "_lanes", "bytes", "count", "policy")
 
@@ -140,7 +162,7 @@ class Pending(Generic[R]):
         return min((head.enqueued for head in heads if head is not None), default=None)
 
     def due_in(self, now: float) -> float | None:
-        """Return the seconds until a batch is due: 0 for now, at most ``max_delay``, None if nothing pends."""
+        """Return the seconds until a batch is due: 0 for now, at most ``max_delay``; None if empty."""
         oldest = self.oldest()
         if oldest is None:
             return None
@@ -151,15 +173,18 @@ class Pending(Generic[R]):
             return 0.0
         return min(max(0.0, oldest + delay - now), delay)
 
-    def take(self, now: float, run_time: float = 0.0) -> tuple[list[R], list[R]]:
+    def take(self, now: float, run_time: float = 0.0, limit: int | None = None) -> tuple[list[R], list[R]]:
         """Remove and return the next batch, due or not, high lane first; and what was dropped on the way.
 
-        ``run_time`` is the recent run time of a batch in seconds.
+        ``run_time`` is the recent run time of a batch in seconds; ``limit`` lowers ``max_batch_size``, 1 at
+        least.
         """
         cutoff = now + DEADLINE_MARGIN * run_time
         expired: list[R] = []
         batch: list[R] = []
         free = self.policy.max_batch_size
+        if limit is not None:
+            free = max(1, min(free, limit))
         aged = []
         for lane in LANE_ORDER:
             head = self._live_head(lane, cutoff, expired)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from typing import Any
+
+from batchq.config import DEFAULT_CAPACITY, WORKER_ALIVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +34,8 @@ class QueueStats:
     """A queue at one moment.
 
     ``depth``: pending requests by lane ("high", "normal", "low"). ``oldest_age``: seconds that the oldest of
-    them has waited, 0 where nothing waits. ``solo``: requests to be run alone. ``in_flight``: requests in
-    batches that run now. ``accepted`` to ``dead``: totals. ``drain_rate``: answers a second.
+    them has waited, 0 where nothing waits. ``solo``: requests to be run alone. ``in_flight``: batches
+    that run now. ``accepted`` to ``dead``: totals. ``drain_rate``: answers a second.
     ``mean_batch_size``: recent.
     """
 
@@ -51,3 +55,70 @@ class QueueStats:
     drain_rate: float
     mean_batch_size: float
     workers: tuple[WorkerStats, ...] = ()
+
+
+def from_answers(queue: str, answers: list[Any]) -> QueueStats:
+    """Make Redis' answers to ``commands.stats`` readable."""
+    high, normal, low, solo, *rest = answers
+    oldest_heads, (leases, dead, counters, config, workers, clock) = rest[:3], rest[3:]
+    now = int(clock[0]) + int(clock[1]) / 1e6
+    totals = _pairs(counters)
+    settings = _pairs(config)
+    ages = [now - int(head.partition(b";")[0]) / 1e6 for head in oldest_heads if head]
+    reports = [_report(name, report, now) for name, report in zip(workers[::2], workers[1::2], strict=True)]
+    live = tuple(
+        sorted(
+            (report for report in reports if report and report.age < WORKER_ALIVE),
+            key=lambda worker: worker.id,
+        )
+    )
+
+    def total(name: str) -> int:
+        return int(totals.get(name, "0"))
+
+    running = [worker.batch_size for worker in live if worker.batch_size]
+    batches = total("batches")
+    return QueueStats(
+        queue=queue,
+        depth={"high": high, "normal": normal, "low": low},
+        oldest_age=max([0.0, *ages]),
+        solo=solo,
+        in_flight=leases,
+        capacity=int(settings.get("capacity", DEFAULT_CAPACITY)),
+        accepted=total("accepted"),
+        rejected=total("rejected"),
+        completed=total("completed"),
+        expired=total("expired"),
+        failed=total("failed"),
+        batches=batches,
+        dead=dead,
+        drain_rate=float(totals.get("drain_rate", "0")) if live else 0.0,
+        mean_batch_size=sum(running) / len(running)
+        if running
+        else (total("taken") / batches if batches else 0.0),
+        workers=live,
+    )
+
+
+def _pairs(flat: list[bytes]) -> dict[str, str]:
+    texts = [item.decode("utf-8", "replace") for item in flat]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+def _report(name: bytes, report: bytes, now: float) -> WorkerStats | None:
+    try:
+        reported, _, text = report.split(b";", 2)
+        fields = json.loads(text)
+        return WorkerStats(
+            id=name.decode(),
+            model=str(fields["model"]),
+            host=str(fields["host"]),
+            age=max(0.0, now - int(reported) / 1e6),
+            state=str(fields["state"]),
+            batch_size=float(fields["batch_size"]),
+            run_seconds=float(fields["run_seconds"]),
+            wait_seconds=float(fields["wait_seconds"]),
+            rate=float(fields["rate"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None  # a report of another version: not worth failing for

@@ -323,6 +323,18 @@ class AsyncLink:
         with contextlib.suppress(Exception):
             await self._connection.disconnect(nowait=True)
 
+    def discard(self) -> None:
+        """Let go of a connection whose loop is closed, or that belongs to the parent process: nothing can be sent on it, and nothing warns."""
+        self.broken = True
+        writer = getattr(self._connection, "_writer", None)
+        transport = getattr(writer, "transport", None)
+        sock = getattr(transport, "_sock", None)
+        self._connection._writer = self._connection._reader = None
+        if transport is not None and sock is not None:
+            with contextlib.suppress(Exception):
+                transport._sock = None
+                sock.close()
+
     def abort(self) -> None:
         """Close the connection at once, from outside its loop's tasks."""
         self.broken = True

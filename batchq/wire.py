@@ -141,6 +141,11 @@ def _read_address(data: bytes) -> tuple[int, bytes, str | int]:
     return version, id, reply
 
 
+def read_address(data: bytes) -> tuple[bytes, str | int]:
+    """Return a request's id and reply address, whatever its version; raise BadRequestError."""
+    return _read_address(data)[1:]
+
+
 def encode_reply(id: bytes, value: object, *, max_payload: int = 2**31) -> bytes:  # noqa: A002
     """Return an answer as msgpack; raise EncodeError or PayloadTooLargeError."""
     payload = codec.pack(value)

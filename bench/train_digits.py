@@ -1,4 +1,4 @@
-"""Train the demo's model and write its weights: ``python bench/train_digits.py`` (the ``demo`` extra; a minute).
+"""Train the demo's model and write its weights: ``python bench/train_digits.py`` (``demo`` extra; a minute).
 
 It trains on the images of ``batchq_cli.digits.data.training()`` only and reports the accuracy on the held-out
 ones once, at the end: nothing was chosen by looking at them.

@@ -7,8 +7,8 @@
 --               'native'  the caller goes on with LMOVE due -> batch:<b>, ARGV[3] times, and settle, all in one MULTI
 --       8 'solo' or 'batch': which goes first where both are due   9 '1' = prefetch: only a full batch that no idle worker waits for
 --       10 worker   11, 12 what stands before and behind the id in the reply to a job whose deadline has passed
--- Returns {'idle', now}                                nothing is pending
---         {'wait', now, left us}                       not due; `want` is set
+-- Returns {'idle', now, dropped}                       nothing is pending, or no more
+--         {'wait', now, dropped, left us}              not due; `want` is set
 --         {'no', now}                                  nothing to prefetch; nothing was written
 --         {'bulk', now, n}                             take again, in the native form
 --         {'batch', now, kind, still pending, head …}  kind: 'batch', 'solo', or 'again' if this batch was taken before (of the last two
@@ -188,9 +188,9 @@ if not due and not alone then
   end
   if left then
     redis.call('SET', prefix .. 'want', most, 'PX', int(math.ceil(left / 1000) + 50))
-    return {'wait', now, math.ceil(left)}
+    return {'wait', now, gone.expired or 0, math.ceil(left)}
   end
-  return {'idle', now}
+  return {'idle', now, gone.expired or 0}
 end
 
 local parts = {}

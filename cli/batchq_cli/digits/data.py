@@ -30,5 +30,5 @@ def training() -> tuple[Any, Any]:
 
 
 def held_out() -> tuple[Any, Any]:
-    """Return the images that the model never saw, uint8 (360, 8, 8) in 0..16, and their labels, int (360,)."""
+    """Return the images the model never saw, uint8 (360, 8, 8) in 0..16, and their labels, int (360,)."""
     return _split(held_out=True)

@@ -1,0 +1,34 @@
+"""batchq: a distributed dynamic-batching queue for model inference, on Redis.
+
+    from batchq import AsyncClient
+
+    queue = AsyncClient("redis://localhost:6379/0", queue="sentiment")
+    answer = await queue.predict("what a day", timeout=2.0)
+
+and on the GPU machines ``batchq worker --queue sentiment --model mymodel:load``.
+"""
+
+from batchq.aio import AsyncClient, AsyncJob
+from batchq.errors import (
+    BackendAuthError,
+    BackendUnavailableError,
+    BatchqError,
+    ClientClosedError,
+    ConfigError,
+    DeadlineExceededError,
+    EncodeError,
+    ExecutionError,
+    JobCancelledError,
+    JobNotFoundError,
+    ModelError,
+    NoWorkerError,
+    PayloadTooLargeError,
+    ProtocolVersionError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+    WorkerLostError,
+)
+from batchq.stats import QueueStats, WorkerStats
+
+__version__ = "0.1.0"

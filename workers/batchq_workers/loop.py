@@ -1,0 +1,357 @@
+"""A child's loop: wait, take, run the model, answer.
+
+While the queue is quiet all of it happens on the main thread, and one send carries the answers of the last batch, the wait for a token
+and the take behind it: Redis runs the take the moment that the token comes, and no hop is lost between the two. (The wait itself carries
+no data, so nothing is lost where it is cut.) Once batches queue up and the model is slow enough to be worth a second thread, that one
+publishes the last batch and fetches the next while the model runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import select
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+from batchq import commands
+from batchq.commands import Answers, Taken
+from batchq.errors import BackendUnavailableError
+from batchq.keys import Keys
+from batchq.model import Model
+from batchq.policy import DEADLINE_MARGIN, Cap, RunTime
+from batchq.store import Endpoint, Link, LinkLostError, OutOfMemory, retry_delay
+from batchq_workers.batches import Batch, decode, encode
+from batchq_workers.board import Board, batch_name
+from batchq_workers.config import WorkerConfig
+
+log = logging.getLogger("batchq.worker")
+
+IDLE_POLL: Final = 1.0
+_ANSWER_WITHIN: Final = 5.0
+"""Seconds of silence, beyond those that were asked for, after which a connection counts as broken."""
+_OVERLAP_FROM: Final = 0.001
+"""Seconds a batch from which on a second thread pays: handing over to it costs about a tenth of that."""
+_PREFETCH_TRIES: Final = 4
+_NATIVE_FROM: Final = 2048
+"""Mean bytes a request from which on LMOVE outside of scripts is cheaper than moving inside (docs/performance.md)."""
+
+
+class Stop:
+    """Whether the child was told to stop, and a file descriptor that becomes readable then."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+
+    def request(self) -> None:
+        """Tell it to stop; safe in a signal handler."""
+        if not self.requested:
+            self.requested = True
+            os.write(self._write_fd, b"!")
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, but not beyond the request to stop."""
+        if not self.requested:
+            select.select([self.fd], [], [], seconds)
+
+
+class Loop:
+    """The loop of one child process."""
+
+    def __init__(
+        self, config: WorkerConfig, child: int, board: Board, predict: Callable[[list[Any]], Any], stop: Stop
+    ) -> None:
+        self._config = config
+        self._child = child
+        self._board = board
+        self._stop = stop
+        self._endpoint = Endpoint(config.url)
+        self._keys = Keys(config.queue)
+        self._model = Model(predict, on_error=self._log_model_error, on_out_of_memory=self._out_of_memory)
+        policy = config.policy
+        self._options = commands.TakeOptions(
+            worker=config.name,
+            max_batch_size=policy.max_batch_size,
+            max_delay_us=int(policy.max_delay * 1e6),
+            lease_us=int(config.lease * 1e6),
+        )
+        self._run_time = RunTime()
+        self._cap = Cap()
+        self._main: Link | None = None
+        self._main_id = 0
+        self._side: Link | None = None
+        self._second = ThreadPoolExecutor(1, "batchq-second")
+        self._issued = 0
+        self._free_name: str | None = None
+        self._in_doubt: str | None = None
+        self._unpublished: list[tuple[Batch, Answers]] = []
+        self._running: Batch | None = None
+        self._due_at: float | None = None
+        self._solo_first = True
+        self._native = False
+
+    # --- the outer loop: whatever happens to Redis, go on ---
+
+    def run(self) -> None:
+        """Work until told to stop."""
+        attempt = 0
+        try:
+            while not (self._stop.requested and not self._unpublished):
+                self._board.add("round", 1)
+                try:
+                    self._publish_all()
+                    if self._stop.requested:
+                        break
+                    batch = self._next()
+                    if attempt:
+                        log.info("Redis is back")
+                    attempt = 0
+                    if batch is not None:
+                        self._work(batch)
+                except BackendUnavailableError as error:
+                    self._due_at = None
+                    if attempt == 0:
+                        log.warning("Redis is not available, trying again: %s", error)
+                    attempt += 1
+                    time.sleep(retry_delay(attempt, random.random)) if self._stop.requested else self._stop.sleep(
+                        retry_delay(attempt, random.random)
+                    )
+            self._give_back_doubtful()
+        finally:
+            self._second.shutdown(wait=False, cancel_futures=True)
+            for link in (self._main, self._side):
+                if link is not None:
+                    link.close()
+
+    def _main_link(self) -> Link:
+        if self._main is None or self._main.broken:
+            self._main = self._endpoint.link()
+            self._main_id = self._main.client_id()
+        return self._main
+
+    def _side_link(self) -> Link:
+        if self._side is None or self._side.broken:
+            self._side = self._endpoint.link()
+        return self._side
+
+    # --- taking ---
+
+    def _new_name(self) -> str:
+        """Return a name for a take. One that came to nothing is used again: the parent renews only the newest few."""
+        if self._free_name is None:
+            self._issued += 1
+            self._board.set("issued", self._issued)  # before Redis knows of it: the parent must not miss it
+            self._free_name = batch_name(self._config.name, self._child, self._issued)
+        return self._free_name
+
+    def _take(self, name: str, form: str, *, prefetch: bool = False) -> commands.Call[Taken]:
+        limit = self._options.max_batch_size
+        return commands.take(
+            self._keys,
+            self._options,
+            name,
+            limit=min(limit, self._cap.limit(time.monotonic()) or limit),
+            run_us=int(self._run_time.seconds * DEADLINE_MARGIN * 1e6),
+            form=form,
+            solo_first=self._solo_first,
+            prefetch=prefetch,
+        )
+
+    def _next(self) -> Batch | None:
+        """Wait for work and take it; None if there is none yet."""
+        link, side = self._main_link(), self._side_link()
+        if self._in_doubt is not None:  # before any other take: it may have gone through
+            name = self._in_doubt
+            taken = link.call(self._take(name, "light"))
+            return self._received(link, name, taken)
+        name = self._new_name()
+        wake = commands.wait_wake(self._keys, IDLE_POLL)
+        take = self._take(name, "native" if self._native else "light")
+        self._in_doubt = name
+        link.send(wake.payload + take.payload)
+        self._await_token(link, side)
+        woken = link.read(wake.answers)
+        answers = link.read(take.answers)
+        if link.forgot_scripts(answers):
+            taken = link.call(self._take(name, "light"))
+        else:
+            link.parse(wake, woken)
+            try:
+                taken = link.parse(take, answers)
+            except OutOfMemory:
+                taken = link.call(self._take(name, "force"))
+        return self._received(link, name, taken)
+
+    def _await_token(self, link: Link, side: Link) -> None:
+        """Wait for the token, until the batch that is forming is due: then have Redis end the wait, and go on to the take."""
+        patience = time.monotonic() + IDLE_POLL + _ANSWER_WITHIN
+        unblocked = False
+        while True:
+            until = patience if self._due_at is None or unblocked else min(patience, self._due_at)
+            if link.wait(max(0.0, until - time.monotonic()), *(() if unblocked else (self._stop.fd,))):
+                return
+            if not unblocked:
+                # A timeout of Redis' own would come up to 100 ms late, see docs/protocol.md.
+                side.call(commands.call(b"CLIENT", b"UNBLOCK", b"%d" % self._main_id))
+                unblocked = True
+                patience = time.monotonic() + _ANSWER_WITHIN
+            elif time.monotonic() >= patience:
+                link.close()
+                raise LinkLostError("Redis has not answered in time")
+
+    def _received(self, link: Link, name: str, taken: Taken) -> Batch | None:
+        """Turn what a take came to into a batch."""
+        if taken.outcome == "bulk":
+            self._native = True
+            try:
+                taken = link.call(self._take(name, "native"))
+            except OutOfMemory:
+                taken = link.call(self._take(name, "force"))
+        self._due_at = time.monotonic() + taken.left if taken.outcome == "wait" else None
+        if taken.outcome != "batch":
+            if taken.dropped:
+                self._run_time.all_dropped()
+            self._in_doubt = None
+            return None
+        requests = taken.requests
+        if requests is None:
+            requests = link.call(commands.fetch_batch(self._keys, name))
+        self._free_name = None
+        self._in_doubt = None
+        if len(requests) != len(taken.heads):
+            log.error("a batch has %d requests and %d heads: given back", len(requests), len(taken.heads), extra={"batch": name})
+            link.call(commands.release(self._keys, name))
+            return None
+        self._solo_first = taken.kind != "solo"
+        self._native = sum(map(len, requests)) >= _NATIVE_FROM * len(requests)
+        if self._stop.requested:
+            link.call(commands.release(self._keys, name))
+            return None
+        return decode(name, taken, requests)
+
+    # --- running and answering ---
+
+    def _work(self, batch: Batch) -> None:
+        """Run a batch, and those behind it as long as they come in time; the last one's answers leave with the next round."""
+        published: Future[None] | None = None
+        following: Batch | None = batch
+        while following is not None:
+            batch = following
+            ahead: Future[Batch | None] | None = None
+            over = False
+
+            def is_over() -> bool:
+                return over  # noqa: B023 - reads this round's value on purpose
+
+            if batch.pending >= self._options.max_batch_size and self._run_time.seconds > _OVERLAP_FROM and not self._stop.requested:
+                ahead = self._second.submit(self._prefetch, is_over)
+            outcomes = self._run(batch)
+            over = True
+            if published is not None:
+                published.result()
+                published = None
+            following = ahead.result() if ahead is not None else None
+            if following is None:
+                self._unpublished.append((batch, encode(batch, outcomes, self._config.max_payload)))
+            elif self._stop.requested:
+                self._unpublished.append((batch, encode(batch, outcomes, self._config.max_payload)))
+                self._side_link().call(commands.release(self._keys, following.name))
+                following = None
+            else:
+                published = self._second.submit(self._publish_behind, batch, outcomes)
+
+    def _run(self, batch: Batch) -> list[Any]:
+        if not batch.requests:
+            return []
+        self._running = batch
+        self._board.set("run_started", time.monotonic())
+        started = time.perf_counter()
+        outcomes = self._model.run(batch.values)
+        seconds = time.perf_counter() - started
+        self._board.set("run_started", 0)
+        self._running = None
+        self._run_time.ran(seconds)
+        self._board.add("batches", 1)
+        self._board.add("requests", len(batch.requests))
+        self._board.add("run_seconds", seconds)
+        self._board.add("wait_seconds", batch.waited)
+        return outcomes
+
+    def _prefetch(self, is_over: Callable[[], bool]) -> Batch | None:
+        """On the second thread, while the model runs: take the next batch, if it is full and nobody idle waits for it."""
+        for attempt in range(_PREFETCH_TRIES):
+            if attempt:
+                time.sleep(min(0.05, self._run_time.seconds / _PREFETCH_TRIES))
+                if is_over() or self._stop.requested:
+                    return None
+            name = self._new_name()
+            try:
+                link = self._side_link()
+                self._in_doubt = name
+                try:
+                    taken = link.call(self._take(name, "native" if self._native else "light", prefetch=True))
+                except OutOfMemory:
+                    taken = link.call(self._take(name, "force", prefetch=True))
+                if taken.outcome in ("batch", "bulk"):
+                    return self._received(link, name, taken)
+                self._in_doubt = None
+            except BackendUnavailableError:
+                return None  # the main thread will see for itself
+        return None
+
+    def _publish_behind(self, batch: Batch, outcomes: list[Any]) -> None:
+        """On the second thread: answer a batch while the model runs the next."""
+        answers = encode(batch, outcomes, self._config.max_payload)
+        try:
+            self._publish(self._side_link(), batch, answers)
+        except BackendUnavailableError:
+            self._unpublished.append((batch, answers))
+
+    def _publish_all(self) -> None:
+        while self._unpublished:
+            batch, answers = self._unpublished[0]
+            self._publish(self._main_link(), batch, answers)
+            self._unpublished.pop(0)
+
+    def _publish(self, link: Link, batch: Batch, answers: Answers) -> None:
+        try:
+            held = link.call(commands.finish(self._keys, batch.name, answers))
+        except OutOfMemory:
+            held = link.call(commands.finish_at_maxmemory(self._keys, batch.name, answers))
+        if batch.letters:
+            link.call(commands.bury(self._keys, batch.name, batch.letters))
+            log.error("%d requests could not be decoded: see the dead letters", len(batch.letters), extra={"batch": batch.name})
+        if not held:  # this child was stopped for so long that others have taken over
+            link.call(commands.forget(self._keys, batch.ids))
+        self._board.add("failed", answers.failed)
+
+    def _give_back_doubtful(self) -> None:
+        """Before the end: a take that may have gone through goes back."""
+        if self._in_doubt is None:
+            return
+        try:
+            self._main_link().call(commands.release(self._keys, self._in_doubt))
+        except BackendUnavailableError:
+            self._board.set("release", 1)
+
+    # --- the model's troubles ---
+
+    def _log_model_error(self, error: Exception, indices: Sequence[int]) -> None:
+        batch = self._running
+        ids = [batch.requests[index].id.hex() for index in indices] if batch is not None else []
+        log.error(
+            "the model failed for %d of a batch of %d",
+            len(ids),
+            len(batch.requests) if batch else 0,
+            exc_info=error,
+            extra={"request_ids": ",".join(ids)},
+        )
+
+    def _out_of_memory(self, size: int) -> None:
+        self._cap.out_of_memory(size, time.monotonic())
+        log.warning("out of device memory with a batch of %d: smaller batches for a while", size)
