@@ -331,7 +331,9 @@ class AsyncLink:
         sock = getattr(transport, "_sock", None)
         self._connection._writer = self._connection._reader = None
         if transport is not None and sock is not None:
+            # Not transport.abort(): in a forked child it would take the parent's socket out of the epoll set that both share.
             with contextlib.suppress(Exception):
+                transport._closing = True
                 transport._sock = None
                 sock.close()
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from batchq import codec
 from batchq.config import (
@@ -83,12 +83,11 @@ class _Stub:
     def _error(self, value: Any) -> BaseException | None:
         raises = self._raises
         if isinstance(raises, type):
-            name = f"{raises.__name__} from a stub"
-            return raises(name) if issubclass(raises, BatchqError) else raises()
+            kind = cast("type[BaseException]", raises)
+            return kind(f"{kind.__name__} from a stub") if issubclass(kind, BatchqError) else kind()
         if isinstance(raises, BaseException) or raises is None:
             return raises
-        choose: Callable[[Any], BaseException | None] = raises
-        return choose(value)
+        return raises(value)
 
     def _one(self, method: str, value: Any, kwargs: dict[str, Any]) -> Any:
         self._check_open()

@@ -174,7 +174,7 @@ class Stack:
         return (self.folder / f"{name}.log").read_text()
 
     def stop(self, name: str) -> int:
-        """Stop a service as Docker would: SIGTERM, then after the grace period SIGKILL; return its exit code."""
+        """Stop a service as Docker would: SIGTERM, after the grace period SIGKILL; return its exit code."""
         process = self.processes.pop(name)
         process.terminate()
         try:

@@ -297,7 +297,7 @@ def test_a_misspelt_module_in_a_package_suggests_one_of_the_package(modules, tmp
     (tmp_path / "bq_package").mkdir()
     (tmp_path / "bq_package" / "__init__.py").write_text("")
     (tmp_path / "bq_package" / "vision.py").write_text("")
-    with pytest.raises(ConfigError, match="no module 'bq_package.visoin'.*did you mean 'vision'"):
+    with pytest.raises(ConfigError, match=r"no module 'bq_package\.visoin'.*did you mean 'vision'"):
         load_model("bq_package.visoin:load")
 
 
@@ -346,7 +346,7 @@ def test_an_unknown_model_argument_names_those_that_load_takes():
     def load(device="cpu", weights=""):
         return list
 
-    with pytest.raises(ConfigError, match="'weight'.*takes device, weights; did you mean 'weights'"):
+    with pytest.raises(ConfigError, match=r"'weight'.*takes device, weights; did you mean 'weights'"):
         call_load(load, args={"weight": "a.pt"})
 
 

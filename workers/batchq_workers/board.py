@@ -22,7 +22,6 @@ _FIELDS: Final = (
     "run_seconds",  # sums over all batches
     "wait_seconds",
     "round",  # counts the rounds of the child's loop: whether it makes progress
-    "release",  # 1: the child could not hand its batches back itself
 )
 _SIZE: Final = 8 * len(_FIELDS)
 HELD: Final = 4

@@ -8,6 +8,7 @@ publishes the last batch and fetches the next while the model runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -55,9 +56,8 @@ class Stop:
             os.write(self._write_fd, b"!")
 
     def sleep(self, seconds: float) -> None:
-        """Wait, but not beyond the request to stop."""
-        if not self.requested:
-            select.select([self.fd], [], [], seconds)
+        """Wait; the request to stop ends it."""
+        select.select([] if self.requested else [self.fd], [], [], seconds)
 
 
 class Loop:
@@ -118,10 +118,8 @@ class Loop:
                     if attempt == 0:
                         log.warning("Redis is not available, trying again: %s", error)
                     attempt += 1
-                    time.sleep(retry_delay(attempt, random.random)) if self._stop.requested else self._stop.sleep(
-                        retry_delay(attempt, random.random)
-                    )
-            self._give_back_doubtful()
+                    self._stop.sleep(retry_delay(attempt, random.random))
+            self._leave()
         finally:
             self._second.shutdown(wait=False, cancel_futures=True)
             for link in (self._main, self._side):
@@ -330,14 +328,13 @@ class Loop:
             link.call(commands.forget(self._keys, batch.ids))
         self._board.add("failed", answers.failed)
 
-    def _give_back_doubtful(self) -> None:
-        """Before the end: a take that may have gone through goes back."""
-        if self._in_doubt is None:
-            return
-        try:
-            self._main_link().call(commands.release(self._keys, self._in_doubt))
-        except BackendUnavailableError:
-            self._board.set("release", 1)
+    def _leave(self) -> None:
+        """Before the end: give back a take that may have gone through, and wake somebody else for what this child was waiting for."""
+        with contextlib.suppress(BackendUnavailableError):  # the parent releases all that this child may hold
+            link = self._main_link()
+            if self._in_doubt is not None:
+                link.call(commands.release(self._keys, self._in_doubt))
+            link.call(commands.nudge(self._keys))
 
     # --- the model's troubles ---
 

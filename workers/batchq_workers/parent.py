@@ -140,7 +140,8 @@ class Parent:
                         if now >= next_report:
                             next_report = now + REPORT_EVERY
                             self._report()
-                timeout = 0.2 if self._kill_at is not None or self._orphans else min(next_report, next_renewal) - time.monotonic()
+                soon = self._kill_at is not None or self._orphans or (self._child is not None and not self._child.board.get("ready"))
+                timeout = 0.1 if soon else min(next_report, next_renewal) - time.monotonic()
                 select.select([wake], [], [], max(0.01, min(timeout, REPORT_EVERY)))
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 512)
@@ -312,7 +313,6 @@ class Parent:
     def _child_ended(self, child: _Child, code: int, now: float) -> int | None:
         unharmed = self._kill_at is not None
         self._orphans.update(dict.fromkeys(held(child.board, self._config.name, child.number), unharmed))
-        was_ready = bool(child.board.get("ready"))
         self._collect(child)
         child.close()
         self._child = None
@@ -321,8 +321,6 @@ class Parent:
             return None
         if code == EXIT_MODEL and not self._was_ready:
             return EXIT_MODEL
-        if code == 0 and not was_ready:
-            return None
         lived = now - child.started
         self._failures = 0 if lived > _RESTART_CALM else self._failures + 1
         delay = 0.0 if self._failures <= 1 else min(30.0, 0.5 * 2 ** (self._failures - 2))

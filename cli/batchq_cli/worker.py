@@ -1,0 +1,228 @@
+"""``batchq worker``: run a model on the requests of a queue."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from batchq.config import (
+    DEFAULT_BATCH_TIMEOUT,
+    DEFAULT_CAPACITY,
+    DEFAULT_CAPACITY_BYTES,
+    DEFAULT_DRAIN_TIMEOUT,
+    DEFAULT_LEASE,
+    DEFAULT_MAX_BATCH_SIZE,
+    DEFAULT_MAX_DELAY,
+    DEFAULT_MAX_PAYLOAD,
+    BatchPolicy,
+    resolve_queue,
+    resolve_url,
+)
+from batchq_cli.common import (
+    DURATION,
+    EXIT_MODEL,
+    EXIT_OK,
+    EXIT_REDIS_AUTH,
+    EXIT_REFUSED,
+    EXIT_USAGE,
+    SIZE,
+    exit_codes,
+    queue_option,
+    redis_option,
+    show_duration,
+    show_size,
+)
+from batchq_workers import logs
+from batchq_workers.config import WorkerConfig
+from batchq_workers.parent import Parent
+
+
+class ModelArgument(click.ParamType):
+    """``name=value``; the value is read as JSON where it is JSON, else it is the text itself."""
+
+    name = "name=value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        """Return the name and the value."""
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = value.partition("=")
+        if not equals or not name.isidentifier():
+            self.fail(f"{value!r}: allowed is name=value, such as threshold=0.5", param, ctx)
+        try:
+            return name, json.loads(text)
+        except ValueError:
+            return name, text
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        """Split what the environment holds: a JSON object, or name=value pairs with spaces between them."""
+        if not rv.lstrip().startswith("{"):
+            return rv.split()
+        try:
+            fields = json.loads(rv)
+        except ValueError as error:
+            raise click.BadParameter(f"BATCHQ_MODEL_ARGS is no JSON object: {error}") from None
+        return [f"{name}={json.dumps(value)}" for name, value in fields.items()]
+
+
+def _setting(flag: str, *, type: Any, default: Any, shown: str, help: str) -> Any:  # noqa: A002 - click's own names
+    return click.option(
+        flag,
+        type=type,
+        default=default,
+        envvar="BATCHQ_" + flag.removeprefix("--").replace("-", "_").upper(),
+        show_envvar=True,
+        show_default=shown,
+        help=help,
+    )
+
+
+@click.command(epilog=exit_codes(EXIT_OK, EXIT_USAGE, EXIT_MODEL, EXIT_REDIS_AUTH, EXIT_REFUSED))
+@click.option(
+    "--model",
+    required=True,
+    metavar="MODULE:FUNCTION",
+    envvar="BATCHQ_MODEL",
+    show_envvar=True,
+    help="The function that loads the model and returns predict(inputs).",
+)
+@click.option(
+    "--model-arg",
+    "model_args",
+    type=ModelArgument(),
+    multiple=True,
+    envvar="BATCHQ_MODEL_ARGS",
+    show_envvar=True,
+    help="An argument for that function; may be repeated. The value is read as JSON where it is JSON. "
+    "The variable holds a JSON object, or name=value pairs with spaces between them.",
+)
+@_setting("--app-dir", type=click.Path(exists=True, file_okay=False), default=".", shown=".", help="The folder to import the model from.")
+@_setting("--device", type=str, default="cpu", shown="cpu", help="Passed to the function, if it takes `device`: cpu, cuda, cuda:1 …")
+@redis_option
+@queue_option
+@_setting(
+    "--max-batch-size",
+    type=int,
+    default=DEFAULT_MAX_BATCH_SIZE,
+    shown=str(DEFAULT_MAX_BATCH_SIZE),
+    help="Requests a batch, 1 to 4,096. This, the next three: the queue's; the first live worker's hold.",
+)
+@_setting(
+    "--max-delay",
+    type=DURATION,
+    default=DEFAULT_MAX_DELAY,
+    shown=show_duration(DEFAULT_MAX_DELAY),
+    help="How long the oldest request waits for others, 0 to 60s. Seconds, or with a unit: 5ms, 0.5s.",
+)
+@_setting(
+    "--capacity",
+    type=int,
+    default=DEFAULT_CAPACITY,
+    shown=str(DEFAULT_CAPACITY),
+    help="Requests that may be pending, 1 to 1,000,000; more get QueueFullError.",
+)
+@_setting(
+    "--capacity-bytes",
+    type=SIZE,
+    default=DEFAULT_CAPACITY_BYTES,
+    shown=show_size(DEFAULT_CAPACITY_BYTES),
+    help="Bytes that may be pending, 1KiB to 1TiB. Bytes, or with a unit: 256MiB.",
+)
+@_setting(
+    "--max-payload",
+    type=SIZE,
+    default=DEFAULT_MAX_PAYLOAD,
+    shown=show_size(DEFAULT_MAX_PAYLOAD),
+    help="Bytes of one request or answer, 1KiB to 512MiB.",
+)
+@_setting(
+    "--batch-timeout",
+    type=DURATION,
+    default=DEFAULT_BATCH_TIMEOUT,
+    shown=show_duration(DEFAULT_BATCH_TIMEOUT),
+    help="A batch that runs longer is ended, and its requests run alone; 1s to 1d.",
+)
+@_setting(
+    "--drain-timeout",
+    type=DURATION,
+    default=DEFAULT_DRAIN_TIMEOUT,
+    shown=show_duration(DEFAULT_DRAIN_TIMEOUT),
+    help="How long a batch may still run after SIGTERM, 0 to 1h. Kubernetes kills after 30s.",
+)
+@_setting(
+    "--lease",
+    type=DURATION,
+    default=DEFAULT_LEASE,
+    shown=show_duration(DEFAULT_LEASE),
+    help="After which others take over the batches of a machine that has vanished, 1s to 10m.",
+)
+@click.option(
+    "--allow-mixed",
+    is_flag=True,
+    envvar="BATCHQ_ALLOW_MIXED",
+    show_envvar=True,
+    help="Start even where a live worker of the queue runs another --model.",
+)
+@_setting("--log-format", type=str, default="auto", shown="auto", help="text, json, or auto: text on a terminal, else JSON.")
+@_setting("--log-level", type=str, default="info", shown="info", help="debug, info, warning or error.")
+@click.pass_context
+def worker(
+    ctx: click.Context,
+    *,
+    model: str,
+    model_args: tuple[tuple[str, Any], ...],
+    app_dir: str,
+    device: str,
+    redis_url: str | None,
+    queue: str | None,
+    max_batch_size: int,
+    max_delay: float,
+    capacity: int,
+    capacity_bytes: int,
+    max_payload: int,
+    batch_timeout: float,
+    drain_timeout: float,
+    lease: float,
+    allow_mixed: bool,
+    log_format: str,
+    log_level: str,
+) -> None:
+    r"""Run a model on the requests of a queue.
+
+    \b
+    MODULE:FUNCTION names a function such as
+      def load(device="cpu"):            # called once, when the worker starts
+          model = ...
+          def predict(inputs):           # a list of n values in, n answers out
+              return model(inputs)
+          return predict
+
+    \b
+    Examples:
+      batchq worker --model mymodel:load
+      batchq worker --model mymodel:load --device cuda --max-batch-size 64 --max-delay 10ms
+      batchq worker --model mymodel:load --model-arg size=large --model-arg threshold=0.5
+      BATCHQ_REDIS_URL=rediss://:secret@redis:6379/0 batchq worker --model mymodel:load
+    """
+    config = WorkerConfig(
+        url=resolve_url(redis_url),
+        queue=resolve_queue(queue),
+        model=model,
+        model_args=dict(model_args),
+        app_dir=app_dir,
+        device=device,
+        policy=BatchPolicy(
+            max_batch_size=max_batch_size, max_delay=max_delay, capacity=capacity, capacity_bytes=capacity_bytes
+        ),
+        lease=lease,
+        batch_timeout=batch_timeout,
+        drain_timeout=drain_timeout,
+        max_payload=max_payload,
+        allow_mixed=allow_mixed,
+        log_format=log_format,
+        log_level=log_level,
+    )
+    logs.set_up(config.log_format, config.log_level)
+    ctx.exit(Parent(config).run())
