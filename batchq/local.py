@@ -88,6 +88,7 @@ CLOSE_SECONDS: Final = 5.0
 
 _MEAN_WEIGHT: Final = 0.2
 _IDS_IN_LOG: Final = 8
+_PULLS_A_TURN: Final = 64
 _AWAKE, _IDLE, _FILLING = range(3)
 
 T = TypeVar("T")
@@ -549,6 +550,7 @@ class _Engine:
         if job is not None:
             posts.extend((box, request) for box in job.watchers)
             job.watchers.clear()
+            request.job = None  # no cycle: a result that has expired is freed at once
             heapq.heappush(self._expiries, (self.clock() + job.ttl, request.number, job))
         return True
 
@@ -648,6 +650,7 @@ class _Engine:
                 outcomes.append((request, EncodeError(f"the value cannot be carried: {error}")))
             else:
                 requests.append(request)
+                request.payload = b""  # a large value need not be there twice while the model runs
         self._running = requests
         started = self.clock()
         try:
@@ -791,6 +794,7 @@ async def _drive_map_async(
     later = values.__aiter__() if isinstance(values, AsyncIterable) else None
     source = iter(()) if isinstance(values, AsyncIterable) else iter(values)
     pull: asyncio.Future[Any] | None = None
+    pulls = 0
     try:
         got: Any = None
         while True:
@@ -801,6 +805,9 @@ async def _drive_map_async(
             elif not isinstance(command, _Pull):
                 got = await box.get(command)
             elif later is None:
+                pulls += 1
+                if pulls % _PULLS_A_TURN == 0:
+                    await asyncio.sleep(0)  # a long window must not hold up the loop while it fills
                 got = _pull(source) if box.empty() else await box.get(0)
             else:  # a slow source must not hold up the answers: wait for whichever comes first
                 if pull is None:

@@ -150,8 +150,7 @@ class Link:
         self._connection = connection
         self._name = name
         self.broken = True
-        self.id = 0
-        """Redis' id of this connection, for CLIENT UNBLOCK."""
+        self._owed = 0
 
     def open(self) -> None:
         """Connect and make sure that Redis knows the scripts."""
@@ -180,10 +179,13 @@ class Link:
         """Ask Redis for the id of this connection."""
         return int(self.call(commands.call(b"CLIENT", b"ID")))
 
-    def send(self, payload: bytes) -> None:
-        """Send packed commands."""
+    def send(self, payload: bytes, answers: int) -> None:
+        """Send packed commands, and note how many answers are to be read before anything else is sent."""
+        if self._owed:  # somebody gave up between sending and reading: what comes next would be taken for an answer to this
+            self.close()
         if self.broken:
             raise LinkLostError(f"the connection to Redis at {self._name} is closed")
+        self._owed = answers
         with self._errors():
             self._connection.send_packed_command([payload], check_health=False)
 
@@ -197,6 +199,7 @@ class Link:
                     answers.append(read(disable_decoding=True, disconnect_on_error=False))
                 except ResponseError as error:
                     answers.append(error)
+                self._owed -= 1
         return answers
 
     def wait(self, seconds: float | None, *others: int) -> bool:
@@ -215,7 +218,7 @@ class Link:
         return any(fd == sock.fileno() for fd, _ in ready)
 
     def _run(self, call: Call[T]) -> T:
-        self.send(call.payload)
+        self.send(call.payload, call.answers)
         return self.parse(call, self.read(call.answers))
 
     def parse(self, call: Call[T], answers: list[Any]) -> T:
@@ -227,11 +230,11 @@ class Link:
 
     def call(self, call: Call[T]) -> T:
         """Carry one verb. A script that Redis has forgotten is loaded, and the verb sent again."""
-        self.send(call.payload)
+        self.send(call.payload, call.answers)
         answers = self.read(call.answers)
         if _is_no_script(answers):
             self._load_missing()
-            self.send(call.payload)
+            self.send(call.payload, call.answers)
             answers = self.read(call.answers)
         return self.parse(call, answers)
 

@@ -126,6 +126,7 @@ redis.call('SET', producer, ARGV[3] .. ' ' .. table.concat(kept, ','), 'EX', 360
 if accepted > 0 then
   redis.call('HINCRBY', prefix .. 'counters', 'accepted', accepted)
   redis.call('HINCRBY', prefix .. 'counters', 'pending_bytes', int(added))
+  redis.call('EXPIRE', prefix .. 'counters', 604800)
   if count >= tonumber(redis.call('GET', prefix .. 'want') or 1) then
     leave_token()
   end

@@ -3,8 +3,8 @@
 import os
 import sys
 
-# ``python -m`` puts the working directory in front of everything else: a redis.py or a queue.py of the user's would be imported in place
-# of what we need. Behind everything else it does no harm, and a checkout that is not installed still works.
+# ``python -m`` puts the working directory in front of everything else: a redis.py or a queue.py of the
+# user's would be imported in place of what we need. At the end it does no harm.
 if sys.path and sys.path[0] in ("", os.getcwd()):
     sys.path.append(sys.path.pop(0))
 

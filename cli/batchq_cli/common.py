@@ -5,14 +5,20 @@ This module imports nothing of batchq, so that ``batchq --help`` is quick.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 if TYPE_CHECKING:
     from batchq.errors import BatchqError
+
+    FloatType = click.ParamType[float]
+    IntType = click.ParamType[int]
+else:
+    FloatType = IntType = click.ParamType  # generic only in recent versions of click
 
 EXIT_OK: Final = 0
 EXIT_UNEXPECTED: Final = 1
@@ -58,8 +64,16 @@ _BY_ERROR_CODE: Final[dict[str, int]] = {
     "job": EXIT_REQUEST_FAILED,
 }
 
-_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-_BYTES: Final = {
+_SECONDS: Final[dict[str, float]] = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86_400.0,
+}
+_BYTES: Final[dict[str, int]] = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
@@ -68,21 +82,17 @@ _QUANTITY: Final = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class CliError(click.ClickException):
-    """A failure that the user can do something about: one line on stderr, ``error: …``, and its exit code."""
+class CliError(Exception):
+    """A failure that the user can do something about: the group prints it as one line and exits with its code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
 
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line."""
-        click.echo(f"error: {one_line(self.message)}", file=file, err=file is None)
-
 
 def one_line(text: str) -> str:
-    """Return the text with its line breaks and control characters replaced: an error's text may come from anywhere."""
-    return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
+    """Return the text without line breaks and control characters: an error's text may come from anywhere."""
+    return "".join(char for char in " ".join(text.split()) if char.isprintable())
 
 
 def exit_code(error: BatchqError) -> int:
@@ -95,14 +105,38 @@ def exit_code(error: BatchqError) -> int:
     return EXIT_UNEXPECTED
 
 
-def exit_codes(*only: int) -> str:
-    """Return the table of exit codes, or of some of them, for a command's help."""
-    rows = [f"  {code:>3}  {EXIT_CODES[code]}" for code in (only or EXIT_CODES)]
-    return "\b\nExit codes:\n" + "\n".join(rows)
+class Described(click.Command):
+    """A command whose help ends with what it shows, examples, and the exit codes that it can have."""
+
+    def __init__(
+        self,
+        *args: Any,
+        shown: Mapping[str, str] | None = None,
+        examples: Sequence[str] = (),
+        exit_codes: Iterable[int] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.shown = dict(shown or {})
+        self.examples = tuple(examples)
+        self.exit_codes = tuple(exit_codes)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write them."""
+        if self.shown:
+            with formatter.section("Shown"):
+                formatter.write_dl(list(self.shown.items()))
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in self.examples:  # as they are: a wrapped command line is none
+                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+        if self.exit_codes:
+            with formatter.section("Exit codes"):
+                formatter.write_dl([(str(code), EXIT_CODES[code]) for code in self.exit_codes])
 
 
-class Duration(click.ParamType):
-    """A time: seconds as a number, or with a unit: 500us, 5ms, 0.5s, 2m, 1h, 1d. Converted to float seconds."""
+class Duration(FloatType):
+    """A time: seconds as a number, or with a unit (500us, 5ms, 0.5s, 2m, 1h, 1d). Becomes float seconds."""
 
     name = "duration"
 
@@ -113,13 +147,12 @@ class Duration(click.ParamType):
         match = _QUANTITY.fullmatch(value)
         unit = _SECONDS.get(match[2].lower() or "s") if match else None
         if match is None or unit is None:
-            self.fail(f"{value!r} is no time: allowed are seconds, or a number with us, ms, s, m, h or d, such as 5ms", param, ctx)
-        # 5 * 1e-3 is 0.005; dividing would do as well, adding up would not
+            self.fail(f"{value!r} is no time; allowed are seconds, or a unit: {', '.join(_SECONDS)}", param, ctx)
         return float(match[1]) * unit
 
 
-class Size(click.ParamType):
-    """A number of bytes, plain or with a unit: 64KiB, 256MiB, 1.5GiB (powers of 1024), 10MB (powers of 1000). Converted to int."""
+class Size(IntType):
+    """A number of bytes, plain or with a unit: 64KiB, 256MiB (powers of 1024), 10MB (powers of 1000)."""
 
     name = "size"
 
@@ -130,7 +163,7 @@ class Size(click.ParamType):
         match = _QUANTITY.fullmatch(value)
         unit = _BYTES.get(match[2].lower()) if match else None
         if match is None or unit is None:
-            self.fail(f"{value!r} is no size: allowed are bytes, or a number with KiB, MiB, GiB, KB, MB or GB, such as 256MiB", param, ctx)
+            self.fail(f"{value!r} is no size; allowed are bytes, or a unit: KiB, MiB, GiB, KB, MB, GB", param, ctx)
         size = float(match[1]) * unit
         if size != int(size):
             self.fail(f"{value!r} is no whole number of bytes", param, ctx)
@@ -160,31 +193,67 @@ def show_duration(seconds: float) -> str:
     if seconds < 99.95:
         return f"{seconds:.3g}s"
     whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02}m"
+    high, low, units = (
+        (whole // 60, whole % 60, "ms") if whole < 3600 else (whole // 3600, whole % 3600 // 60, "hm")
+    )
+    return f"{high}{units[0]}{low:02}{units[1]}" if low else f"{high}{units[0]}"
 
 
 def redis_option(function: F) -> F:
     """Add ``--redis``."""
+    from batchq.config import DEFAULT_URL  # only the commands need it
+
     return click.option(
         "--redis",
         "redis_url",
         metavar="URL",
+        default=DEFAULT_URL,
+        show_default=True,
         envvar="BATCHQ_REDIS_URL",
         show_envvar=True,
-        show_default="redis://localhost:6379/0",
-        help="redis://, rediss:// or unix:// URL. A password is better given in the environment: `ps` shows arguments to everybody.",
+        help="A redis://, rediss:// or unix:// URL. One with a password is better given in the environment: "
+        "`ps` shows arguments.",
     )(function)
 
 
 def queue_option(function: F) -> F:
     """Add ``--queue``."""
+    from batchq.config import DEFAULT_QUEUE
+
     return click.option(
         "--queue",
         metavar="NAME",
+        default=DEFAULT_QUEUE,
+        show_default=True,
         envvar="BATCHQ_QUEUE",
         show_envvar=True,
-        show_default="default",
         help="The queue: 1 to 64 letters, digits, '.', '_' and '-'.",
     )(function)
+
+
+json_option: Final = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def parse_json(text: str | bytes, what: str) -> Any:
+    """Return the value of a JSON text; ``what`` names it in the error."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        hint = ""
+        if isinstance(text, str) and re.fullmatch(r"[\w ,.!?-]{1,60}", text):
+            hint = f"; a string needs quotes: '{json.dumps(text)}'"
+        raise CliError(f"{what} is not JSON: {error}{hint}", EXIT_USAGE) from None
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int] = ()) -> list[str]:
+    """Return lines with aligned columns; those in ``numbers`` (0 is the first) are aligned to the right."""
+    right = set(numbers)
+    cells = [[one_line(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import click
 
-from batchq_cli.common import EXIT_INTERRUPTED, EXIT_USAGE, CliError, exit_code, exit_codes
+from batchq_cli.common import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USAGE, CliError, Described, exit_code, one_line
 
 COMMANDS: Final = {
     "worker": "Run a model on the requests of a queue.",
@@ -26,7 +26,7 @@ COMMANDS: Final = {
 """Each command and its short help; its click command is ``batchq_cli.<name>.<name>``."""
 
 
-class Commands(click.Group):
+class Commands(Described, click.Group):
     """A group that imports a command when it is used, and prints batchq's errors as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -51,16 +51,24 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except click.UsageError as error:
             path = error.ctx.command_path if error.ctx is not None else ctx.command_path
-            raise CliError(f"{error.format_message().rstrip('.')}; see {path} --help", EXIT_USAGE) from None
+            _fail(ctx, f"{error.format_message().rstrip('.')}; see {path} --help", EXIT_USAGE)
+        except CliError as error:
+            _fail(ctx, str(error), error.exit_code)
         except KeyboardInterrupt:
-            click.echo(err=True)
             ctx.exit(EXIT_INTERRUPTED)
         except Exception as error:
             from batchq.errors import BatchqError  # where one is raised, this is loaded already
 
             if not isinstance(error, BatchqError):
                 raise
-            raise CliError(f"{type(error).__name__}: {error}", exit_code(error)) from error
+            code = exit_code(error)
+            # a setting's message names it; of other errors the type is what a program would catch
+            _fail(ctx, str(error) if code == EXIT_USAGE else f"{type(error).__name__}: {error}", code)
+
+
+def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
+    click.echo(f"error: {one_line(message)}", err=True)
+    ctx.exit(code)
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -74,19 +82,25 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 @click.command(
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog=exit_codes(),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    examples=[
+        "batchq worker --model mymodel:load",
+        "batchq call '\"what a day\"'",
+        "batchq stats --watch 1",
+        "batchq ping",
+    ],
+    exit_codes=EXIT_CODES,
 )
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version and exit.")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 def main() -> None:
-    r"""Batch single requests from many processes onto few models, through Redis.
+    """Batch single requests from many processes onto few models, through Redis.
 
-    \b
-    Examples:
-      batchq worker --model mymodel:load
-      batchq call '"what a day"'
-      batchq stats --watch 1
-      batchq ping
-
-    Each option that shows an env var can be set by it; the command line wins over the environment.
+    An option whose help shows an env var can be set by it; the command line wins over the environment.
     """

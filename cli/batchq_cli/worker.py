@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -28,7 +29,7 @@ from batchq_cli.common import (
     EXIT_REFUSED,
     EXIT_USAGE,
     SIZE,
-    exit_codes,
+    Described,
     queue_option,
     redis_option,
     show_duration,
@@ -39,12 +40,22 @@ from batchq_workers.config import WorkerConfig
 from batchq_workers.parent import Parent
 
 
-class ModelArgument(click.ParamType):
+if TYPE_CHECKING:
+    PairType = click.ParamType[tuple[str, Any]]
+else:
+    PairType = click.ParamType  # generic only in recent versions of click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ModelArgument(PairType):
     """``name=value``; the value is read as JSON where it is JSON, else it is the text itself."""
 
     name = "name=value"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Any]:
         """Return the name and the value."""
         if isinstance(value, tuple):
             return value
@@ -67,19 +78,29 @@ class ModelArgument(click.ParamType):
         return [f"{name}={json.dumps(value)}" for name, value in fields.items()]
 
 
-def _setting(flag: str, *, type: Any, default: Any, shown: str, help: str) -> Any:  # noqa: A002 - click's own names
+def _setting(flag: str, *, type: Any, default: Any, help: str) -> Callable[[F], F]:
     return click.option(
         flag,
         type=type,
         default=default,
         envvar="BATCHQ_" + flag.removeprefix("--").replace("-", "_").upper(),
         show_envvar=True,
-        show_default=shown,
+        show_default=True,
         help=help,
     )
 
 
-@click.command(epilog=exit_codes(EXIT_OK, EXIT_USAGE, EXIT_MODEL, EXIT_REDIS_AUTH, EXIT_REFUSED))
+@click.command(
+    cls=Described,
+    examples=[
+        "batchq worker --model mymodel:load",
+        "batchq worker --model mymodel:load --device cuda --max-batch-size 64 --max-delay 10ms",
+        "batchq worker --model mymodel:load --model-arg size=large --model-arg threshold=0.5",
+        "batchq worker --model mymodel:load --check --sample '\"what a day\"'",
+        "BATCHQ_REDIS_URL=rediss://:secret@redis:6379/0 batchq worker --model mymodel:load",
+    ],
+    exit_codes=[EXIT_OK, EXIT_USAGE, EXIT_MODEL, EXIT_REDIS_AUTH, EXIT_REFUSED],
+)
 @click.option(
     "--model",
     required=True,
@@ -98,64 +119,66 @@ def _setting(flag: str, *, type: Any, default: Any, shown: str, help: str) -> An
     help="An argument for that function; may be repeated. The value is read as JSON where it is JSON. "
     "The variable holds a JSON object, or name=value pairs with spaces between them.",
 )
-@_setting("--app-dir", type=click.Path(exists=True, file_okay=False), default=".", shown=".", help="The folder to import the model from.")
-@_setting("--device", type=str, default="cpu", shown="cpu", help="Passed to the function, if it takes `device`: cpu, cuda, cuda:1 …")
+@_setting(
+    "--app-dir",
+    type=click.Path(exists=True, file_okay=False),
+    default=".",
+    help="The folder to import the model from.",
+)
+@_setting(
+    "--device",
+    type=str,
+    default="cpu",
+    help="Given to the function, if it takes `device`: cpu, cuda, cuda:1 …",
+)
 @redis_option
 @queue_option
 @_setting(
     "--max-batch-size",
     type=int,
     default=DEFAULT_MAX_BATCH_SIZE,
-    shown=str(DEFAULT_MAX_BATCH_SIZE),
-    help="Requests a batch, 1 to 4,096. This, the next three: the queue's; the first live worker's hold.",
+    help="Requests in a batch at most, 1 to 4,096.",
 )
 @_setting(
     "--max-delay",
     type=DURATION,
-    default=DEFAULT_MAX_DELAY,
-    shown=show_duration(DEFAULT_MAX_DELAY),
+    default=show_duration(DEFAULT_MAX_DELAY),
     help="How long the oldest request waits for others, 0 to 60s. Seconds, or with a unit: 5ms, 0.5s.",
 )
 @_setting(
     "--capacity",
     type=int,
     default=DEFAULT_CAPACITY,
-    shown=str(DEFAULT_CAPACITY),
     help="Requests that may be pending, 1 to 1,000,000; more get QueueFullError.",
 )
 @_setting(
     "--capacity-bytes",
     type=SIZE,
-    default=DEFAULT_CAPACITY_BYTES,
-    shown=show_size(DEFAULT_CAPACITY_BYTES),
+    default=show_size(DEFAULT_CAPACITY_BYTES),
     help="Bytes that may be pending, 1KiB to 1TiB. Bytes, or with a unit: 256MiB.",
 )
 @_setting(
     "--max-payload",
     type=SIZE,
-    default=DEFAULT_MAX_PAYLOAD,
-    shown=show_size(DEFAULT_MAX_PAYLOAD),
+    default=show_size(DEFAULT_MAX_PAYLOAD),
     help="Bytes of one request or answer, 1KiB to 512MiB.",
 )
 @_setting(
     "--batch-timeout",
     type=DURATION,
-    default=DEFAULT_BATCH_TIMEOUT,
-    shown=show_duration(DEFAULT_BATCH_TIMEOUT),
+    default=show_duration(DEFAULT_BATCH_TIMEOUT),
     help="A batch that runs longer is ended, and its requests run alone; 1s to 1d.",
 )
 @_setting(
     "--drain-timeout",
     type=DURATION,
-    default=DEFAULT_DRAIN_TIMEOUT,
-    shown=show_duration(DEFAULT_DRAIN_TIMEOUT),
+    default=show_duration(DEFAULT_DRAIN_TIMEOUT),
     help="How long a batch may still run after SIGTERM, 0 to 1h. Kubernetes kills after 30s.",
 )
 @_setting(
     "--lease",
     type=DURATION,
-    default=DEFAULT_LEASE,
-    shown=show_duration(DEFAULT_LEASE),
+    default=show_duration(DEFAULT_LEASE),
     help="After which others take over the batches of a machine that has vanished, 1s to 10m.",
 )
 @click.option(
@@ -165,8 +188,20 @@ def _setting(flag: str, *, type: Any, default: Any, shown: str, help: str) -> An
     show_envvar=True,
     help="Start even where a live worker of the queue runs another --model.",
 )
-@_setting("--log-format", type=str, default="auto", shown="auto", help="text, json, or auto: text on a terminal, else JSON.")
-@_setting("--log-level", type=str, default="info", shown="info", help="debug, info, warning or error.")
+@_setting(
+    "--log-format", type=str, default="auto", help="text, json, or auto: text on a terminal, else JSON."
+)
+@_setting("--log-level", type=str, default="info", help="debug, info, warning or error.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Load the model, run a batch of one and of two on a sample, report, exit. Needs no Redis.",
+)
+@click.option(
+    "--sample",
+    metavar="JSON",
+    help="For --check: one value as a caller would send it. Default: the attribute `sample` of the function or of its module, else null.",
+)
 @click.pass_context
 def worker(
     ctx: click.Context,
@@ -175,8 +210,8 @@ def worker(
     model_args: tuple[tuple[str, Any], ...],
     app_dir: str,
     device: str,
-    redis_url: str | None,
-    queue: str | None,
+    redis_url: str,
+    queue: str,
     max_batch_size: int,
     max_delay: float,
     capacity: int,
@@ -188,24 +223,19 @@ def worker(
     allow_mixed: bool,
     log_format: str,
     log_level: str,
+    check: bool,
+    sample: str | None,
 ) -> None:
-    r"""Run a model on the requests of a queue.
+    """Run a model on the requests of a queue.
 
-    \b
-    MODULE:FUNCTION names a function such as
-      def load(device="cpu"):            # called once, when the worker starts
-          model = ...
-          def predict(inputs):           # a list of n values in, n answers out
-              return model(inputs)
-          return predict
+    MODULE:FUNCTION names a function that is called once, when the worker starts. It returns another,
+    predict(inputs), which takes a list of n values and returns a list of n answers.
 
-    \b
-    Examples:
-      batchq worker --model mymodel:load
-      batchq worker --model mymodel:load --device cuda --max-batch-size 64 --max-delay 10ms
-      batchq worker --model mymodel:load --model-arg size=large --model-arg threshold=0.5
-      BATCHQ_REDIS_URL=rediss://:secret@redis:6379/0 batchq worker --model mymodel:load
+    The batch's size and delay and both capacities belong to the queue: what its first live worker was given
+    holds, and a later worker says where it was given something else.
     """
+    if sample is not None and not check:
+        raise click.UsageError("--sample goes with --check")
     config = WorkerConfig(
         url=resolve_url(redis_url),
         queue=resolve_queue(queue),
@@ -214,7 +244,10 @@ def worker(
         app_dir=app_dir,
         device=device,
         policy=BatchPolicy(
-            max_batch_size=max_batch_size, max_delay=max_delay, capacity=capacity, capacity_bytes=capacity_bytes
+            max_batch_size=max_batch_size,
+            max_delay=max_delay,
+            capacity=capacity,
+            capacity_bytes=capacity_bytes,
         ),
         lease=lease,
         batch_timeout=batch_timeout,
@@ -224,5 +257,10 @@ def worker(
         log_format=log_format,
         log_level=log_level,
     )
+    if check:
+        from batchq_cli.check import check_model  # a worker has no use for it
+
+        check_model(config, sample)
+        return
     logs.set_up(config.log_format, config.log_level)
     ctx.exit(Parent(config).run())

@@ -372,6 +372,24 @@ def test_a_job_past_its_deadline_is_not_run_and_fails(gate):
     assert gate.batches == [[0], [2]]
 
 
+def test_after_one_slow_warm_up_run_requests_are_soon_run_again():
+    clock = Clock()
+
+    def load():
+        def predict(inputs):
+            clock.now += 30 if "warm up" in inputs else 0
+            return inputs
+
+        return predict
+
+    with LocalClient(load, max_delay=0, clock=clock, timeout=10) as client:
+        assert client.predict("warm up", timeout=100) == "warm up"
+        outcomes = []
+        while not outcomes or (outcomes[-1] != 1 and len(outcomes) < 10):
+            outcomes += client.predict_many([1], return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [DeadlineExceededError, DeadlineExceededError, int]
+
+
 # failures
 
 
@@ -465,6 +483,8 @@ async def test_cancelling_a_task_withdraws_its_request_and_disturbs_nobody_else(
 
 
 async def test_nothing_stays_in_memory_of_requests_that_were_answered_cancelled_or_late(gate):
+    gc.collect()
+    others = [found for found in gc.get_objects() if isinstance(found, _Request)]
     client = AsyncLocalClient(gate.load, max_batch_size=4, max_delay=0)
     tasks = [asyncio.create_task(client.predict(n)) for n in range(100)]
     await asyncio.to_thread(gate.await_batch)
@@ -477,7 +497,7 @@ async def test_nothing_stays_in_memory_of_requests_that_were_answered_cancelled_
     await client.ping()
     del tasks, task
     gc.collect()
-    assert [found for found in gc.get_objects() if isinstance(found, _Request)] == []
+    assert [found for found in gc.get_objects() if isinstance(found, _Request) and found not in others] == []
     await client.aclose()
 
 
@@ -515,7 +535,8 @@ async def test_async_map_takes_iterables_and_async_iterables(ordered):
             assert sorted(answers) == [2 * n for n in range(200)]
 
 
-def test_map_pulls_no_more_values_than_are_outstanding(gate):
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_map_pulls_no_more_values_than_may_be_outstanding(gate, ordered):
     pulled = []
 
     def source():
@@ -523,12 +544,15 @@ def test_map_pulls_no_more_values_than_are_outstanding(gate):
             pulled.append(n)
             yield n
 
-    gate.open()
-    with LocalClient(gate.load, max_delay=0) as client:
-        answers = client.map(source(), concurrency=10)
-        assert next(answers) == 0
-        assert len(pulled) <= 11
-        assert sum(1 for _ in answers) == 99
+    async with AsyncLocalClient(gate.load, max_delay=0) as client:
+        answers = client.map(source(), concurrency=10, ordered=ordered)
+        first = asyncio.ensure_future(anext(answers))
+        await asyncio.to_thread(gate.await_batch)
+        assert len(pulled) == 10
+        gate.open()
+        assert await first == 0
+        assert len(pulled) <= 20
+        assert len([answer async for answer in answers]) == 99
 
 
 async def test_a_slow_async_source_does_not_hold_up_the_answers():
@@ -686,6 +710,17 @@ def test_a_cancelled_job_is_not_run(gate):
     assert gate.batches == [[0], [2]]
 
 
+def test_a_job_that_is_cancelled_while_it_runs_stays_cancelled(gate):
+    with occupied(gate) as client:
+        job = client.job("first")
+        assert job.cancel() is True
+        gate.open()
+        client.ping()
+        with pytest.raises(JobCancelledError):
+            job.result()
+        assert client.stats().completed == 0
+
+
 async def test_who_waits_for_a_job_hears_that_it_was_cancelled(gate):
     async with AsyncLocalClient(gate.load, max_delay=0) as client:
         await client.submit(0)
@@ -777,12 +812,12 @@ async def test_close_fails_what_waits_and_lets_what_runs_finish(gate):
     running = asyncio.create_task(client.predict(0))
     await asyncio.sleep(0)
     await asyncio.to_thread(gate.await_batch)
-    waiting = [asyncio.create_task(client.predict(1)), asyncio.create_task(client.ping())]
+    waiting = [asyncio.create_task(call) for call in (client.predict(1), client.predict(2), client.ping())]
     await asyncio.sleep(0)
     closing = asyncio.create_task(client.aclose())
-    for task in waiting:
-        with pytest.raises(ClientClosedError):
-            await task
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(error) for error in errors] == [ClientClosedError] * 3
+    assert len({error.request_id for error in errors}) == 3
     gate.open()
     assert await running == 0
     await closing

@@ -217,6 +217,39 @@ class FakeTorch:
             cls.emptied += 1
 
 
+class FakeTensor(FakeTorch.Tensor):
+    """A tensor on a device, as far as the contract touches it."""
+
+    def __init__(self, array, dtype="torch.float32"):
+        self.array, self.shape, self.dtype, self.copies = array, array.shape, dtype, 0
+
+    def cpu(self):
+        self.copies += 1
+        return self
+
+    def float(self):
+        return FakeTensor(self.array.astype("f4"))
+
+    def detach(self):
+        return self
+
+    resolve_conj = resolve_neg = detach
+
+    def numpy(self):
+        assert self.dtype != "torch.bfloat16"
+        return self.array
+
+
+@pytest.mark.parametrize("dtype", ["torch.float32", "torch.bfloat16"])
+def test_a_tensor_leaves_the_device_in_one_copy_and_gives_each_caller_a_row(monkeypatch, dtype):
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch)
+    tensor = FakeTensor(np.arange(6.0).reshape(2, 3), dtype)
+    outcomes = Model(lambda inputs: tensor).run([0, 0])
+    assert [outcome.tolist() for outcome in outcomes] == [[0, 1, 2], [3, 4, 5]]
+    assert tensor.copies == 1
+    assert "shape (2, 3) for a batch of 3" in texts(Model(lambda inputs: tensor).run([0, 0, 0]))[0]
+
+
 def test_out_of_memory_is_told_with_the_size_and_the_batch_is_split(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", FakeTorch)
     sizes = []

@@ -171,7 +171,7 @@ class Loop:
         wake = commands.wait_wake(self._keys, IDLE_POLL)
         take = self._take(name, "native" if self._native else "light")
         self._in_doubt = name
-        link.send(wake.payload + take.payload)
+        link.send(wake.payload + take.payload, wake.answers + take.answers)
         self._await_token(link, side)
         woken = link.read(wake.answers)
         answers = link.read(take.answers)

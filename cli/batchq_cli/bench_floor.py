@@ -1,0 +1,102 @@
+"""The floor that ``batchq bench`` compares with: plain redis-py that moves the same bytes between two processes, and does nothing else.
+
+No ids, no deadlines, no capacity, no leases, no msgpack: one list there, one list back. Where a connection has nothing better to do it
+blocks, and what can share a round trip does, because that is what a careful user of redis-py would write. A batch is one RPUSH, and is
+popped by a BLPOP with an LPOP for the rest behind it (BLMPOP would be one command, but asks for Redis 7).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import redis
+
+
+def connect(url: str) -> Any:
+    """Return a redis-py client that may wait for ever."""
+    return redis.Redis.from_url(url, protocol=2, socket_timeout=None)
+
+
+def exchange(client: Any, push_to: str, pop_from: str, batch: int, values: list[bytes]) -> list[bytes]:
+    """Push a batch, then wait for one: up to ``batch`` values, in one round trip."""
+    pipeline = client.pipeline(transaction=False)
+    if values:
+        pipeline.rpush(push_to, *values)
+    pipeline.blpop(pop_from, 0)
+    if batch > 1:
+        pipeline.lpop(pop_from, batch - 1)
+    answers = pipeline.execute()
+    popped: list[bytes] = [answers[1 if values else 0][1]]
+    if batch > 1:
+        popped += answers[-1] or ()
+    return popped
+
+
+def serve(url: str, name: str, batch: int) -> None:
+    """Answer every value with itself, for ever."""
+    client = connect(url)
+    values: list[bytes] = []
+    while True:
+        values = exchange(client, f"{name}:replies", f"{name}:requests", batch, values)
+
+
+class Caller:
+    """Keeps a number of values outstanding against ``serve``."""
+
+    def __init__(self, url: str, name: str, batch: int, payload: bytes) -> None:
+        self._client = connect(url)
+        self._name = name
+        self._batch = batch
+        self._payload = payload
+
+    def run(self, outstanding: int, warm_up: float, seconds: float, mark: Any) -> list[float]:
+        """Exchange values for ``seconds`` and return each one's latency; ``mark()`` is called when the time begins and when it ends."""
+        batch = min(self._batch, outstanding)
+        sent: deque[tuple[float, int]] = deque()
+        requests, replies = f"{self._name}:requests", f"{self._name}:replies"
+        latencies: list[float] = []
+        left = outstanding - batch
+        while left > 0:
+            self._client.rpush(requests, *[self._payload] * min(batch, left))
+            sent.append((time.perf_counter(), min(batch, left)))
+            left -= batch
+        values = [self._payload] * batch
+        start = time.perf_counter() + warm_up
+        end = start + seconds
+        marked = False
+        while True:
+            now = time.perf_counter()
+            if not marked and now >= start:
+                latencies.clear()
+                mark()
+                marked = True
+            if now >= end:
+                break
+            sent.append((now, len(values)))
+            values = exchange(self._client, requests, replies, batch, values)
+            now = time.perf_counter()
+            count = len(values)
+            while count:
+                pushed, size = sent.popleft()
+                part = min(count, size)
+                latencies += [now - pushed] * part
+                count -= part
+                if part < size:
+                    sent.appendleft((pushed, size - part))
+        mark()
+        left = outstanding - len(values)
+        while left:
+            left -= len(exchange(self._client, "", replies, batch, []))
+        return latencies
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+if __name__ == "__main__":
+    serve(os.environ["BATCHQ_REDIS_URL"], sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,95 @@
+"""The models that ``batchq bench`` runs, and the clock by which it sees how busy a model is."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from batchq.model import call_load, load_model
+
+SLEEP_A_BATCH: Final = 0.005
+SLEEP_A_REQUEST: Final = 0.00005
+_LAYOUT: Final = struct.Struct("=4d")
+
+Predict = Callable[[list[Any]], Any]
+
+
+class Reading(NamedTuple):
+    """What a model's clock shows: its calls and their values so far, seconds spent in them, when the last one ended."""
+
+    calls: float
+    values: float
+    busy: float
+    last_end: float
+
+    def since(self, before: Reading) -> tuple[float, float]:
+        """Return the mean batch size and the share of the time (0..1) that the model ran, from the end of one call to that of another."""
+        calls, wall = self.calls - before.calls, self.last_end - before.last_end
+        return (
+            (self.values - before.values) / calls if calls else 0.0,
+            (self.busy - before.busy) / wall if wall > 0 else 0.0,
+        )
+
+
+class Clock:
+    """Four numbers in a file that the model's process writes and the bench reads, without a message between them."""
+
+    def __init__(self, path: str) -> None:
+        file = Path(path)
+        if not file.exists() or file.stat().st_size < _LAYOUT.size:
+            file.write_bytes(bytes(_LAYOUT.size))
+        with file.open("r+b") as opened:
+            self._map = mmap.mmap(opened.fileno(), _LAYOUT.size)
+        self._now = self.read()
+
+    def read(self) -> Reading:
+        """Return the numbers as one write left them."""
+        seen = self._map[:]
+        while seen != (again := self._map[:]):  # caught in the middle of a write
+            seen = again
+        return Reading(*_LAYOUT.unpack(seen))
+
+    def ran(self, values: int, started: float, ended: float) -> None:
+        """Count one call."""
+        now = self._now
+        self._now = Reading(now.calls + 1, now.values + values, now.busy + ended - started, ended)
+        _LAYOUT.pack_into(self._map, 0, *self._now)
+
+    def wrap(self, predict: Predict) -> Predict:
+        """Return the same model, its calls counted."""
+
+        def timed_predict(inputs: list[Any]) -> Any:
+            started = time.perf_counter()
+            answers = predict(inputs)
+            self.ran(len(inputs), started, time.perf_counter())
+            return answers
+
+        return timed_predict
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._map.close()
+
+
+def echo(clock: str) -> Predict:
+    """Load a model that answers each value with itself."""
+    return Clock(clock).wrap(lambda inputs: inputs)
+
+
+def sleeper(clock: str) -> Predict:
+    """Load a model that takes 5 ms a batch and 0.05 ms a request, as one on a GPU may: it holds no CPU meanwhile."""
+
+    def predict(inputs: list[Any]) -> list[Any]:
+        time.sleep(SLEEP_A_BATCH + SLEEP_A_REQUEST * len(inputs))
+        return inputs
+
+    return Clock(clock).wrap(predict)
+
+
+def timed(clock: str, model: str, args: dict[str, Any], device: str = "cpu") -> Predict:
+    """Load the user's model ``module:function`` with ``args``, and time its calls."""
+    return Clock(clock).wrap(call_load(load_model(model), device=device, args=args))

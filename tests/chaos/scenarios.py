@@ -1,0 +1,75 @@
+"""The runs of the chaos suite: each takes a seed and a length in seconds, checks its ledger, and returns it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Protocol
+
+from tests.chaos.harness import Ledger, Stack
+
+AOF = ("--appendonly", "yes", "--appendfsync", "always", "--aof-load-truncated", "yes")
+
+
+class Scenario(Protocol):
+    def __call__(self, *, seed: int, seconds: float) -> Awaitable[Ledger]: ...
+
+
+async def _run(stack: Stack, seconds: float, *faults: str, every: float = 1.0, poison: int = 0) -> Ledger:
+    async with stack:
+        ledger = await stack.run(seconds, *[getattr(stack, fault) for fault in faults], every=every, poison=poison)
+        ledger.check(poison=poison)
+        await stack.assert_nothing_left()
+        return ledger
+
+
+async def workers_die(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed), seconds, "kill_child", "kill_worker", "kill_worker_and_child")
+
+
+async def workers_stall(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed), seconds, "stop_child", "stop_worker")
+
+
+async def workers_are_replaced(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed, workers=3), seconds, "restart_worker", every=0.7)
+
+
+async def connections_break(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed), seconds, "cut_connections", "drop_replies", every=0.5)
+
+
+async def redis_restarts_with_aof(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed, *AOF), seconds, "restart_redis")
+
+
+async def redis_loses_its_last_writes(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed, *AOF), seconds, "restart_redis_with_cut_aof")
+
+
+async def redis_loses_everything(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed), seconds, "restart_redis")
+
+
+async def two_requests_are_poison(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed), seconds, poison=2)
+
+
+async def all_of_it_happens_together(*, seed: int, seconds: float) -> Ledger:
+    faults = ("kill_child", "kill_worker_and_child", "stop_worker", "restart_worker", "cut_connections", "drop_replies", "restart_redis")
+    return await _run(Stack(seed, *AOF, workers=3), seconds, *faults, poison=2)
+
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.__name__: scenario
+    for scenario in (
+        workers_die,
+        workers_stall,
+        workers_are_replaced,
+        connections_break,
+        redis_restarts_with_aof,
+        redis_loses_its_last_writes,
+        redis_loses_everything,
+        two_requests_are_poison,
+        all_of_it_happens_together,
+    )
+}
