@@ -32,3 +32,28 @@ from batchq.errors import (
 from batchq.stats import QueueStats, WorkerStats
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJob",
+    "BackendAuthError",
+    "BackendUnavailableError",
+    "BatchqError",
+    "ClientClosedError",
+    "ConfigError",
+    "DeadlineExceededError",
+    "EncodeError",
+    "ExecutionError",
+    "JobCancelledError",
+    "JobNotFoundError",
+    "ModelError",
+    "NoWorkerError",
+    "PayloadTooLargeError",
+    "ProtocolVersionError",
+    "QueueFullError",
+    "QueueStats",
+    "RequestError",
+    "UnavailableError",
+    "WorkerLostError",
+    "WorkerStats",
+]

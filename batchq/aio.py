@@ -75,7 +75,15 @@ class _Call:
 
     __slots__ = ("deadline", "future", "id", "lane", "number", "request", "timeout", "timer", "ttl_ms")
 
-    def __init__(self, id: bytes, request: bytes, lane: str, timeout: float, deadline: float, future: asyncio.Future[Any]) -> None:  # noqa: A002
+    def __init__(
+        self,
+        id: bytes,
+        request: bytes,
+        lane: str,
+        timeout: float,
+        deadline: float,
+        future: asyncio.Future[Any],
+    ) -> None:
         self.id = id
         self.request = request
         self.lane = lane
@@ -111,7 +119,11 @@ class _Group:
 
     @property
     def open(self) -> bool:
-        return not (self.whole or self.jobs or self.force) and len(self.calls) < MAX_PUSH_REQUESTS and self.size < MAX_PUSH_BYTES
+        return (
+            not (self.whole or self.jobs or self.force)
+            and len(self.calls) < MAX_PUSH_REQUESTS
+            and self.size < MAX_PUSH_BYTES
+        )
 
 
 class _Session:
@@ -147,7 +159,13 @@ class _Session:
     # --- requests ---
 
     def encode(
-        self, value: object, timeout: float, lane: str, batch_key: str | int | None, cost: float | None, meta: dict[str, Any] | None
+        self,
+        value: object,
+        timeout: float,
+        lane: str,
+        batch_key: str | int | None,
+        cost: float | None,
+        meta: dict[str, Any] | None,
     ) -> _Call:
         request_id = self.ids.next()
         request = wire.encode_request(
@@ -160,7 +178,9 @@ class _Session:
             cost=cost,
             max_payload=self.config.max_payload,
         )
-        return _Call(request_id, request, lane, timeout, self.loop.time() + timeout, self.loop.create_future())
+        return _Call(
+            request_id, request, lane, timeout, self.loop.time() + timeout, self.loop.create_future()
+        )
 
     def enqueue(self, call: _Call) -> None:
         """Put one request into the push that leaves next."""
@@ -220,7 +240,10 @@ class _Session:
 
     def _kick(self) -> None:
         if not self._tasks:
-            self._tasks = [self.loop.create_task(self._push_forever()), self.loop.create_task(self._read_forever())]
+            self._tasks = [
+                self.loop.create_task(self._push_forever()),
+                self.loop.create_task(self._read_forever()),
+            ]
         if self._push_wake is not None and not self._push_wake.done():
             self._push_wake.set_result(None)
         if self._reply_wake is not None and not self._reply_wake.done():
@@ -281,7 +304,9 @@ class _Session:
                 if group is None and self.buffer:
                     group, position = self._next_group(), None
                 if group is not None:
-                    position = position or self.chain.next()  # a push that may have run goes again under its own token
+                    position = (
+                        position or self.chain.next()
+                    )  # a push that may have run goes again under its own token
                     await self._push(link, group, position)
                     group = None
                 self.down, attempt = "", 0
@@ -345,7 +370,9 @@ class _Session:
             if left.get(call.lane, 0) > 0:
                 left[call.lane] -= 1
             else:
-                self._fail(call, refused(self.config.queue, pushed, call.id, len(group.calls) if group.whole else 1))
+                self._fail(
+                    call, refused(self.config.queue, pushed, call.id, len(group.calls) if group.whole else 1)
+                )
             if group.jobs:
                 self._settle(call)
                 if not call.future.done():
@@ -370,7 +397,11 @@ class _Session:
     async def _check(self, link: AsyncLink) -> None:
         """Ask Redis for its record of this producer, and whether anybody works on the queue."""
         health = await self._carry(link, commands.health(self.keys, self.name))
-        if health.stored != self.chain.last and self.outstanding and not any(group.force for group in self.buffer):
+        if (
+            health.stored != self.chain.last
+            and self.outstanding
+            and not any(group.force for group in self.buffer)
+        ):
             self._repush(health.stored)
         self.hint = ""
         if health.silent > 10:
@@ -446,11 +477,17 @@ class _Session:
             try:
                 return await asyncio.wait_for(self._once(call), max(0.001, deadline - self.loop.time()))
             except asyncio.TimeoutError:
-                raise LinkLostError(f"no answer from Redis at {self.endpoint.name} within {timeout:g} s") from None
+                raise LinkLostError(
+                    f"no answer from Redis at {self.endpoint.name} within {timeout:g} s"
+                ) from None
             except BackendUnavailableError as error:
                 attempt += 1
                 delay = retry_delay(attempt, random.random)
-                if fatal or isinstance(error, (BackendAuthError, OutOfMemory)) or self.loop.time() + delay >= deadline:
+                if (
+                    fatal
+                    or isinstance(error, (BackendAuthError, OutOfMemory))
+                    or self.loop.time() + delay >= deadline
+                ):
                     raise
                 await asyncio.sleep(delay)
 
@@ -500,7 +537,7 @@ class AsyncJob:
         return f"AsyncJob({self.id!r})"
 
     async def _read(self, timeout: float) -> tuple[wire.Reply | None, bool]:
-        session = self._client._session()  # noqa: SLF001 - a job is a part of its client
+        session = self._client._session()
         data, exists = await session.direct(commands.job_state(session.keys, self._wire_id), timeout)
         replies = wire.decode_replies(data, copy=session.config.copy) if data else []
         return (replies[0] if replies else None), exists
@@ -519,7 +556,7 @@ class AsyncJob:
         no such job.
         """
         seconds = check_timeout(timeout, DEFAULT_TIMEOUT)
-        session = self._client._session()  # noqa: SLF001
+        session = self._client._session()
         deadline = session.loop.time() + seconds
         while True:
             left = deadline - session.loop.time()
@@ -527,10 +564,15 @@ class AsyncJob:
             if reply is not None:
                 return outcome(reply)
             if not exists:
-                raise JobNotFoundError(f"job {self.id!r}: there is none, or its result has expired", request_id=self._wire_id.hex())
+                raise JobNotFoundError(
+                    f"job {self.id!r}: there is none, or its result has expired",
+                    request_id=self._wire_id.hex(),
+                )
             left = deadline - session.loop.time()
             if left <= 0:
-                raise DeadlineExceededError(f"job {self.id!r} has no result yet after {seconds:g} s", request_id=self._wire_id.hex())
+                raise DeadlineExceededError(
+                    f"job {self.id!r} has no result yet after {seconds:g} s", request_id=self._wire_id.hex()
+                )
             try:
                 await session.direct(commands.wait_reply(session.keys, self._wire_id, left), left, fatal=True)
             except OutOfMemory:
@@ -540,7 +582,7 @@ class AsyncJob:
 
     async def cancel(self) -> bool:
         """Cancel the job; True if it was pending: then it is not run where it still waits, and ``result`` raises JobCancelledError."""
-        session = self._client._session()  # noqa: SLF001
+        session = self._client._session()
         return await session.direct(commands.cancel_job(session.keys, self._wire_id), DEFAULT_TIMEOUT) == 1
 
 
@@ -596,7 +638,9 @@ class AsyncClient:
             return session
         if session is not None:
             if session.pid == os.getpid() and not session.loop.is_closed():
-                raise ConfigError("this AsyncClient is in use on another event loop that is not closed: make one client for each loop")
+                raise ConfigError(
+                    "this AsyncClient is in use on another event loop that is not closed: make one client for each loop"
+                )
             session.discard()
         self._current = _Session(self._config, self._endpoint, loop)
         return self._current
@@ -643,7 +687,9 @@ class AsyncClient:
     ) -> _Call:
         if batch_key is not None or cost is not None or meta is not None:
             check_extras(batch_key, cost, meta)
-        return session.encode(value, check_timeout(timeout, self._config.timeout), check_lane(priority), batch_key, cost, meta)
+        return session.encode(
+            value, check_timeout(timeout, self._config.timeout), check_lane(priority), batch_key, cost, meta
+        )
 
     async def predict_many(
         self,
@@ -724,7 +770,9 @@ class AsyncClient:
             while True:
                 try:
                     left = max(0.001, deadline - loop.time())
-                    return await self.predict(value, timeout=left, priority=priority, batch_key=batch_key, cost=cost, meta=meta)
+                    return await self.predict(
+                        value, timeout=left, priority=priority, batch_key=batch_key, cost=cost, meta=meta
+                    )
                 except QueueFullError as error:
                     attempt += 1
                     delay = retry_delay(attempt, random.random)
@@ -753,7 +801,9 @@ class AsyncClient:
         exhausted = False
         try:
             while True:
-                while not exhausted and (len(tasks) if ordered else len(running) + len(finished)) < concurrency:
+                while (
+                    not exhausted and (len(tasks) if ordered else len(running) + len(finished)) < concurrency
+                ):
                     try:
                         value = await source.__anext__()
                     except StopAsyncIteration:
@@ -788,7 +838,7 @@ class AsyncClient:
         self,
         value: Any,
         *,
-        id: str | None = None,  # noqa: A002 - the public name
+        id: str | None = None,
         deadline: float | None = None,
         result_ttl: float = DEFAULT_RESULT_TTL,
         priority: Priority = "normal",
@@ -813,7 +863,14 @@ class AsyncClient:
             meta=meta, batch_key=batch_key, cost=cost, max_payload=self._config.max_payload,
         )  # fmt: skip
         loop = session.loop
-        call = _Call(wire_id, request, check_lane(priority), seconds, loop.time() + min(seconds, self._config.timeout), loop.create_future())
+        call = _Call(
+            wire_id,
+            request,
+            check_lane(priority),
+            seconds,
+            loop.time() + min(seconds, self._config.timeout),
+            loop.create_future(),
+        )
         call.ttl_ms = ttl_ms
         session.submit(call)
         try:
@@ -823,7 +880,7 @@ class AsyncClient:
             raise
         return job
 
-    def job(self, id: str) -> AsyncJob:  # noqa: A002 - the public name
+    def job(self, id: str) -> AsyncJob:
         """Return the job with this id, submitted by any process."""
         self._session()
         return AsyncJob(self, id)
@@ -831,7 +888,9 @@ class AsyncClient:
     async def stats(self) -> QueueStats:
         """Return the queue's state now: depth, ages, totals, live workers."""
         session = self._session()
-        return from_answers(self._config.queue, await session.direct(commands.stats(session.keys), self._config.timeout))
+        return from_answers(
+            self._config.queue, await session.direct(commands.stats(session.keys), self._config.timeout)
+        )
 
     async def ping(self) -> float:
         """Return how many seconds a round trip to Redis takes; raise BackendUnavailableError where there is none."""
@@ -855,14 +914,21 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
         session = getattr(self, "_current", None)
         if session is None or session.closed or session.pid != os.getpid() or session.loop.is_closed():
             return
-        warnings.warn(f"{self!r} was not closed: call `await client.aclose()`", ResourceWarning, source=self, stacklevel=2)
+        warnings.warn(
+            f"{self!r} was not closed: call `await client.aclose()`",
+            ResourceWarning,
+            source=self,
+            stacklevel=2,
+        )
         with contextlib.suppress(RuntimeError):
             session.loop.call_soon_threadsafe(session.let_go)
 

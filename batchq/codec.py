@@ -74,11 +74,18 @@ def _unpack_array(data: bytes, copy: bool) -> Any:
     try:
         import numpy as np
     except ImportError as error:
-        raise DecodeError("the value holds a numpy array, and numpy is not installed here: pip install numpy") from error
+        raise DecodeError(
+            "the value holds a numpy array, and numpy is not installed here: pip install numpy"
+        ) from error
     unpacker = msgpack.Unpacker()
     unpacker.feed(data[:1024])
     header = unpacker.unpack()
-    if not (isinstance(header, list) and len(header) >= 2 and isinstance(header[0], str) and isinstance(header[1], list)):
+    if not (
+        isinstance(header, list)
+        and len(header) >= 2
+        and isinstance(header[0], str)
+        and isinstance(header[1], list)
+    ):
         raise DecodeError("an array without [dtype, shape]")
     dtype_name, shape = header[0], header[1]
     if len(shape) > _MAX_DIMS or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
@@ -146,7 +153,7 @@ def unpack(data: bytes | memoryview, *, copy: bool = True) -> Any:
 
 
 def has_bad_key(value: object) -> bool:
-    """Tell whether a dict in ``value`` has a key that is neither str nor int; long lists of scalars are looked at by their first element."""
+    """Tell whether a dict in ``value`` has a key that is neither str nor int; of long lists the first element is looked at."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, (str, int)) or isinstance(key, bool):
@@ -180,7 +187,11 @@ def _find(value: Any, path: str, depth: int) -> tuple[str, str]:
                 return f"{path}[{key!r}]", f"a dict key of type {type(key).__name__}; use str or int keys"
             if isinstance(key, int) and not -(2**63) <= key < 2**64:
                 return f"{path}[{key!r}]", "a dict key beyond 64 bits; use a str"
-            found = _find(item, f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r}]", depth + 1)
+            found = _find(
+                item,
+                f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r}]",
+                depth + 1,
+            )
             if found[1]:
                 return found
         return path, ""

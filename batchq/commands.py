@@ -41,7 +41,20 @@ def script(name: str) -> Script:
     return Script(source, hashlib.sha1(source, usedforsecurity=False).hexdigest().encode())
 
 
-SCRIPTS: Final = ("admit", "cancel", "cancel_job", "finish", "forget", "nudge", "recover", "release", "renew", "report", "settle", "take")
+SCRIPTS: Final = (
+    "admit",
+    "cancel",
+    "cancel_job",
+    "finish",
+    "forget",
+    "nudge",
+    "recover",
+    "release",
+    "renew",
+    "report",
+    "settle",
+    "take",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +174,10 @@ def push(
         for request in lanes[lane]:
             size = len(request.request)
             sizes += size
-            heads.append(b"%d;%d;0;%b;%d;%b" % (request.timeout_us, size, lane.encode(), request.ttl_ms, request.id.hex().encode()))
+            heads.append(
+                b"%d;%d;0;%b;%d;%b"
+                % (request.timeout_us, size, lane.encode(), request.ttl_ms, request.id.hex().encode())
+            )
         args += (lane.encode(), _number(len(lanes[lane])), _number(sizes))
         commands.append(pack(b"RPUSH", keys.requests[lane], *[request.request for request in lanes[lane]]))
     commands.append(_evalsha("admit", keys, *args, *heads))
@@ -171,7 +187,9 @@ def push(
         result = _executed(answers)[-1]
         outcome, now = result[0].decode(), result[1]
         if outcome == "ok":
-            return Pushed(outcome, now, dict(zip(order, result[2:-2], strict=True)), result[-2], float(result[-1]))
+            return Pushed(
+                outcome, now, dict(zip(order, result[2:-2], strict=True)), result[-2], float(result[-1])
+            )
         if outcome == "dup":
             return Pushed(outcome, now, dict(zip(order, result[2:], strict=True)))
         if outcome == "gap":
@@ -219,7 +237,9 @@ def live_workers(queues: Sequence[str]) -> Call[dict[str, int]]:
         counts = {}
         for queue, reports in zip(queues, answers[:-1], strict=True):
             if isinstance(reports, list):
-                counts[queue] = sum(now - int(report.partition(b";")[0]) < WORKER_ALIVE * 1e6 for report in reports)
+                counts[queue] = sum(
+                    now - int(report.partition(b";")[0]) < WORKER_ALIVE * 1e6 for report in reports
+                )
         return {queue: n for queue, n in counts.items() if n}
 
     return Call(payload, len(queues) + 1, parse)
@@ -227,10 +247,14 @@ def live_workers(queues: Sequence[str]) -> Call[dict[str, int]]:
 
 def queue_capacity(keys: Keys) -> Call[int]:
     """Read the queue's capacity as its workers have set it."""
-    return Call(pack(b"HGET", keys.config, b"capacity"), 1, lambda answers: int(first(answers) or DEFAULT_CAPACITY))
+    return Call(
+        pack(b"HGET", keys.config, b"capacity"), 1, lambda answers: int(first(answers) or DEFAULT_CAPACITY)
+    )
 
 
-def read_replies(keys: Keys, client: str, cursor: bytes, *, block_ms: int, count: int) -> Call[list[tuple[bytes, bytes]]]:
+def read_replies(
+    keys: Keys, client: str, cursor: bytes, *, block_ms: int, count: int
+) -> Call[list[tuple[bytes, bytes]]]:
     """Trim what was read, then wait for entries behind ``cursor``: (entry id, replies one behind the other)."""
     stream = keys.replies(client)
     read = pack(b"XREAD", b"COUNT", _number(count), b"BLOCK", _number(block_ms), b"STREAMS", stream, cursor)
@@ -253,18 +277,18 @@ def _after(entry: bytes) -> bytes:
     return b"%b-%d" % (milliseconds, int(sequence) + 1)
 
 
-def wait_reply(keys: Keys, id: bytes, block: float) -> Call[bytes | None]:  # noqa: A002
+def wait_reply(keys: Keys, id: bytes, block: float) -> Call[bytes | None]:
     """Wait for the reply under a request's own key without taking it away; ``block`` in seconds."""
     key = keys.reply(id)
     return Call(pack(b"BLMOVE", key, key, b"LEFT", b"LEFT", b"%.3f" % max(0.001, block)), 1, first)
 
 
-def read_reply(keys: Keys, id: bytes) -> Call[bytes | None]:  # noqa: A002
+def read_reply(keys: Keys, id: bytes) -> Call[bytes | None]:
     """Read the reply under a request's own key if it is there; allowed at maxmemory."""
     return Call(pack(b"LINDEX", keys.reply(id), b"0"), 1, first)
 
 
-def drop_reply(keys: Keys, id: bytes) -> Call[Any]:  # noqa: A002
+def drop_reply(keys: Keys, id: bytes) -> Call[Any]:
     """Remove the reply of a call that is over."""
     return call(b"UNLINK", keys.reply(id))
 
@@ -274,13 +298,13 @@ def cancel(keys: Keys, ids: Iterable[bytes], ttl_ms: int) -> Call[Any]:
     return Call(_evalsha("cancel", keys, _number(ttl_ms), *[i.hex().encode() for i in ids]), 1, first)
 
 
-def cancel_job(keys: Keys, id: bytes) -> Call[int]:  # noqa: A002
+def cancel_job(keys: Keys, id: bytes) -> Call[int]:
     """Cancel a job: 1 if it was pending, 0 if it was answered before, -1 if there is none."""
     reply = wire.encode_error(id, JobCancelledError("the job was cancelled"))
     return Call(_evalsha("cancel_job", keys, id.hex().encode(), reply), 1, first)
 
 
-def job_state(keys: Keys, id: bytes) -> Call[tuple[bytes | None, bool]]:  # noqa: A002
+def job_state(keys: Keys, id: bytes) -> Call[tuple[bytes | None, bool]]:
     """Return a job's reply, if it has one, and whether it exists."""
 
     def parse(answers: list[Any]) -> tuple[bytes | None, bool]:
@@ -296,7 +320,11 @@ def touch_queue(keys: Keys, now: float) -> Call[Any]:
 
 def list_queues() -> Call[list[str]]:
     """Return the names of the queues, last used first."""
-    return Call(pack(b"ZRANGE", QUEUES, b"0", b"199", b"REV"), 1, lambda answers: [name.decode() for name in first(answers)])
+    return Call(
+        pack(b"ZRANGE", QUEUES, b"0", b"199", b"REV"),
+        1,
+        lambda answers: [name.decode() for name in first(answers)],
+    )
 
 
 # --- the worker's verbs -----------------------------------------------------------------------------------------------------------------
@@ -317,8 +345,16 @@ class Head(NamedTuple):
 def parse_head(head: bytes) -> Head | None:
     """Return the head, or None where it is not to be run, or no head at all."""
     try:
-        enqueued, timeout, size, attempts, lane, ttl, id = head.split(b";", 7)[:7]  # noqa: A001
-        return Head(int(enqueued), int(timeout), int(size), int(attempts), lane.decode(), int(ttl), bytes.fromhex(id.decode()))
+        enqueued, timeout, size, attempts, lane, ttl, id = head.split(b";", 7)[:7]
+        return Head(
+            int(enqueued),
+            int(timeout),
+            int(size),
+            int(attempts),
+            lane.decode(),
+            int(ttl),
+            bytes.fromhex(id.decode()),
+        )
     except ValueError:
         return None
 
@@ -328,8 +364,8 @@ class Taken:
     """What take came to.
 
     ``outcome``: ``batch``; ``idle``; ``wait``: not due for ``left`` seconds; ``no``: nothing to prefetch; ``bulk``: take again in the
-    native form. ``dropped``: how many were too late, where no batch came of it. ``requests`` are None where the caller has to fetch them (``fetch_batch``). ``kind``: ``batch``, ``solo``,
-    ``again``. A head that is None stands for a request that is not to be run.
+    native form. ``kind``: ``batch``, ``solo``, ``again``. A head that is None stands for a request that is not to be run; ``requests``
+    are None where the caller has to fetch them (``fetch_batch``). ``dropped``: how many were too late, where no batch came of it.
     """
 
     outcome: str
@@ -352,7 +388,9 @@ class TakeOptions:
     lease_us: int
 
 
-_DEADLINE_REPLY = wire.encode_error(b"\0" * 16, DeadlineExceededError("the job's deadline passed before a worker could run it"))
+_DEADLINE_REPLY = wire.encode_error(
+    b"\0" * 16, DeadlineExceededError("the job's deadline passed before a worker could run it")
+)
 _DEADLINE_PARTS = _DEADLINE_REPLY.split(b"\0" * 16)
 
 
@@ -439,7 +477,7 @@ def finish(keys: Keys, batch: str, answers: Answers) -> Call[bool]:
     for client, replies in answers.entries():
         stream = keys.replies(client)
         commands += (pack(b"XADD", stream, b"*", b"r", replies), pack(b"PEXPIRE", stream, ttl))
-    for id, ttl_ms, reply in answers.own:  # noqa: A001
+    for id, ttl_ms, reply in answers.own:
         key = keys.reply(id)
         commands += (pack(b"RPUSH", key, reply), pack(b"PEXPIRE", key, _number(ttl_ms)))
     commands.append(pack(b"HINCRBY", keys.counters, b"completed", _number(answers.completed)))
@@ -451,12 +489,17 @@ def finish(keys: Keys, batch: str, answers: Answers) -> Call[bool]:
 
 def finish_at_maxmemory(keys: Keys, batch: str, answers: Answers) -> Call[bool]:
     """Do the same in one script, which Redis runs at maxmemory because its first write frees memory."""
-    args = [batch.encode(), _number(answers.completed), _number(answers.failed), _number(answers.reply_ttl_ms)]
+    args = [
+        batch.encode(),
+        _number(answers.completed),
+        _number(answers.failed),
+        _number(answers.reply_ttl_ms),
+    ]
     entries = answers.entries()
     args.append(_number(len(entries)))
     for client, replies in entries:
         args += (client.encode(), replies)
-    for id, ttl_ms, reply in answers.own:  # noqa: A001
+    for id, ttl_ms, reply in answers.own:
         args += (id.hex().encode(), _number(ttl_ms), reply)
     return Call(_evalsha("finish", keys, *args), 1, lambda replies: bool(first(replies)))
 
@@ -485,7 +528,7 @@ class Recovered(NamedTuple):
     """What recover came to: ``none``, ``moved`` with the number of requests, or ``dead`` with the head of the one to bury."""
 
     outcome: str
-    count: int = 0
+    requests: int = 0
     head: Head | None = None
 
 
@@ -499,7 +542,13 @@ def recover(keys: Keys, batch: str, *, seen_end: str, dead_worker: str, lease_us
             return Recovered(outcome, 1, parse_head(result[1]))
         return Recovered(outcome, result[1] if len(result) > 1 else 0)
 
-    args = (batch.encode(), seen_end.encode(), dead_worker.encode(), _number(lease_us), _number(MAX_SOLO_DEATHS))
+    args = (
+        batch.encode(),
+        seen_end.encode(),
+        dead_worker.encode(),
+        _number(lease_us),
+        _number(MAX_SOLO_DEATHS),
+    )
     return Call(_evalsha("recover", keys, *args), 1, parse)
 
 
@@ -511,9 +560,15 @@ def bury(keys: Keys, batch: str, letters: Sequence[bytes], answers: Answers | No
         commands.append(pack(b"UNLINK", keys.batch(batch), keys.batch_heads(batch)))
         for client, replies in answers.entries():
             stream = keys.replies(client)
-            commands += (pack(b"XADD", stream, b"*", b"r", replies), pack(b"PEXPIRE", stream, _number(answers.reply_ttl_ms)))
-        for id, ttl_ms, reply in answers.own:  # noqa: A001
-            commands += (pack(b"RPUSH", keys.reply(id), reply), pack(b"PEXPIRE", keys.reply(id), _number(ttl_ms)))
+            commands += (
+                pack(b"XADD", stream, b"*", b"r", replies),
+                pack(b"PEXPIRE", stream, _number(answers.reply_ttl_ms)),
+            )
+        for id, ttl_ms, reply in answers.own:
+            commands += (
+                pack(b"RPUSH", keys.reply(id), reply),
+                pack(b"PEXPIRE", keys.reply(id), _number(ttl_ms)),
+            )
     commands += (
         pack(b"LPUSH", keys.dead, *letters),
         pack(b"LTRIM", keys.dead, b"0", _number(DEAD_LETTERS - 1)),
@@ -563,7 +618,9 @@ def report(keys: Keys, worker: str, text: str, config: dict[str, int] | None = N
 
 def stats(keys: Keys) -> Call[list[Any]]:
     """Read all that ``QueueStats`` shows; ``batchq.stats.from_answers`` makes it readable."""
-    lengths = [pack(b"LLEN", keys.heads[lane]) for lane in "hnl"] + [pack(b"LLEN", keys.prefix + b"heads:solo")]
+    lengths = [pack(b"LLEN", keys.heads[lane]) for lane in "hnl"] + [
+        pack(b"LLEN", keys.prefix + b"heads:solo")
+    ]
     oldest = [pack(b"LINDEX", keys.heads[lane], b"0") for lane in "hnl"]
     rest = [
         pack(b"ZCARD", keys.leases), pack(b"LLEN", keys.dead), pack(b"HGETALL", keys.counters), pack(b"HGETALL", keys.config),
@@ -587,7 +644,11 @@ def scripts_known() -> Call[list[str]]:
     """Return the names of the scripts that this server does not know."""
     names = SCRIPTS
     query = pack(b"SCRIPT", b"EXISTS", *[script(name).sha for name in names])
-    return Call(query, 1, lambda answers: [name for name, known in zip(names, first(answers), strict=True) if not known])
+    return Call(
+        query,
+        1,
+        lambda answers: [name for name, known in zip(names, first(answers), strict=True) if not known],
+    )
 
 
 def load_scripts(names: Sequence[str]) -> Call[None]:

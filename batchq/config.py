@@ -47,7 +47,9 @@ def check_number(name: str, value: object, low: float, high: float, default: obj
 def check_int(name: str, value: object, low: int, high: int, default: object, unit: str = "") -> int:
     """Return ``value`` if it is an int with ``low <= value <= high``; raise ConfigError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{name}={value!r}: allowed is a whole number from {low:,} to {high:,}{unit} (default {default})")
+        raise ConfigError(
+            f"{name}={value!r}: allowed is a whole number from {low:,} to {high:,}{unit} (default {default})"
+        )
     return value
 
 
@@ -56,7 +58,9 @@ def check_timeout(timeout: object, default: float, name: str = "timeout") -> flo
     if timeout is None:
         return default
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= DAY:
-        raise ConfigError(f"{name}={timeout!r}: allowed is more than 0 and at most 86,400 s, or None (default {default:g})")
+        raise ConfigError(
+            f"{name}={timeout!r}: allowed is more than 0 and at most 86,400 s, or None (default {default:g})"
+        )
     return float(timeout)
 
 
@@ -72,7 +76,9 @@ def check_extras(batch_key: object, cost: object, meta: object) -> None:
     """Check what a request carries beside its value."""
     if batch_key is not None and (isinstance(batch_key, bool) or not isinstance(batch_key, (str, int))):
         raise ConfigError(f"batch_key={batch_key!r}: allowed is a str, an int or None (default None)")
-    if cost is not None and (isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < math.inf):
+    if cost is not None and (
+        isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < math.inf
+    ):
         raise ConfigError(f"cost={cost!r}: allowed is a number of at least 0, or None (default None)")
     if meta is not None and not isinstance(meta, dict):
         raise ConfigError(f"meta={meta!r}: allowed is a dict or None (default None)")

@@ -73,25 +73,25 @@ class Keys:
         self.dead = self.prefix + b"dead"
 
     def batch(self, batch: str) -> bytes:
-        """The requests of a batch in flight."""
+        """Name the requests of a batch in flight."""
         return f"{self._text}batch:{batch}".encode()
 
     def batch_heads(self, batch: str) -> bytes:
-        """The heads of a batch in flight."""
+        """Name the heads of a batch in flight."""
         return f"{self._text}batch:{batch}:heads".encode()
 
     def reply(self, request_id: bytes) -> bytes:
-        """The list that holds the reply to one request."""
+        """Name the list that holds the reply to one request."""
         return f"{self._text}reply:{request_id.hex()}".encode()
 
     def replies(self, client: str) -> bytes:
-        """The stream that holds the replies to one asyncio client."""
+        """Name the stream that holds the replies to one asyncio client."""
         return f"{self._text}replies:{client}".encode()
 
     def producer(self, name: str) -> bytes:
-        """The record of a producer's last push."""
+        """Name the record of a producer's last push."""
         return f"{self._text}producer:{name}".encode()
 
     def job(self, request_id: bytes) -> bytes:
-        """The mark of a submitted job."""
+        """Name the mark of a submitted job."""
         return f"{self._text}job:{request_id.hex()}".encode()

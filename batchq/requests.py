@@ -50,7 +50,9 @@ class Ids:
 def job_wire_id(job_id: object) -> bytes:
     """Return the 16 bytes that stand for a job's id: 32 hex digits as they are, anything else by its BLAKE2b-128."""
     if not isinstance(job_id, str) or not 1 <= len(job_id) <= 256:
-        raise ConfigError(f"id={job_id!r:.80}: allowed is a str of 1 to 256 characters, or None for a new random one")
+        raise ConfigError(
+            f"id={job_id!r:.80}: allowed is a str of 1 to 256 characters, or None for a new random one"
+        )
     if _HEX_ID.fullmatch(job_id):
         return bytes.fromhex(job_id)
     return hashlib.blake2b(job_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -64,7 +66,9 @@ def check_result_ttl(result_ttl: object) -> int:
 def refused(queue: str, pushed: Pushed, request_id: bytes, asked: int = 1) -> BatchqError:
     """Return the error for a request that push did not admit."""
     if pushed.outcome == "no_worker":
-        return NoWorkerError(f"no worker of queue {queue!r} has reported for {WORKER_ALIVE:g} s", request_id=request_id.hex())
+        return NoWorkerError(
+            f"no worker of queue {queue!r} has reported for {WORKER_ALIVE:g} s", request_id=request_id.hex()
+        )
     drain = f"it drains {pushed.drain_rate:,.0f} requests/s" if pushed.drain_rate > 0 else "nothing drains it"
     # 60 s where nothing drains: the error bounds it
     retry_after = pushed.pending / pushed.drain_rate if pushed.drain_rate > 0 else 60.0
@@ -79,7 +83,9 @@ def refused(queue: str, pushed: Pushed, request_id: bytes, asked: int = 1) -> Ba
 def out_of_memory(queue: str, request_id: bytes) -> QueueFullError:
     """Return the error for a push that Redis refused at maxmemory."""
     return QueueFullError(
-        f"queue {queue!r} cannot take more: Redis is at maxmemory", request_id=request_id.hex(), retry_after=5.0
+        f"queue {queue!r} cannot take more: Redis is at maxmemory",
+        request_id=request_id.hex(),
+        retry_after=5.0,
     )
 
 
@@ -88,7 +94,8 @@ def too_late(queue: str, timeout: float, request_id: bytes, hint: str, down: str
     if down:
         return BackendUnavailableError(f"{down}; gave up after {timeout:g} s", request_id=request_id.hex())
     return DeadlineExceededError(
-        f"no answer from queue {queue!r} within {timeout:g} s{'; ' + hint if hint else ''}", request_id=request_id.hex()
+        f"no answer from queue {queue!r} within {timeout:g} s{'; ' + hint if hint else ''}",
+        request_id=request_id.hex(),
     )
 
 
@@ -102,7 +109,9 @@ def no_worker_hint(queue: str, others: dict[str, int]) -> str:
 
 def too_many(count: int, capacity: int) -> ConfigError:
     """Return the error for more values at once than the queue may hold."""
-    return ConfigError(f"predict_many of {count:,} values: the queue's capacity is {capacity:,}; use map() for more")
+    return ConfigError(
+        f"predict_many of {count:,} values: the queue's capacity is {capacity:,}; use map() for more"
+    )
 
 
 def outcome(reply: wire.Reply, return_exceptions: bool = False) -> Any:

@@ -20,13 +20,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
-    ConnectionError as RedisConnectionError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
     RedisError,
     ResponseError,
-    TimeoutError as RedisTimeoutError,
 )
 from redis.retry import Retry
 
@@ -52,7 +50,18 @@ class RefusedError(BackendUnavailableError):
     """Redis refused a command for now (LOADING, READONLY, NOREPLICAS, MISCONF …); nothing was changed."""
 
 
-_FOR_NOW = ("LOADING", "READONLY", "NOREPLICAS", "MISCONF", "BUSY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "UNBLOCKED", "ERR max number")
+_FOR_NOW = (
+    "LOADING",
+    "READONLY",
+    "NOREPLICAS",
+    "MISCONF",
+    "BUSY",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+    "TRYAGAIN",
+    "UNBLOCKED",
+    "ERR max number",
+)
 
 
 class Endpoint:
@@ -88,7 +97,9 @@ class Endpoint:
             connection_class, kwargs = self._parsed[want_async]
         elif self._is_async is not want_async:
             need = "redis.asyncio.Redis" if want_async else "redis.Redis"
-            raise ConfigError(f"redis=: this client needs a {need}; AsyncClient takes the asyncio kind, Client the other")
+            raise ConfigError(
+                f"redis=: this client needs a {need}; AsyncClient takes the asyncio kind, Client the other"
+            )
         else:
             connection_class, kwargs = self._class, self._kwargs
         retry = AsyncRetry(NoBackoff(), 0) if want_async else Retry(NoBackoff(), 0)
@@ -102,11 +113,17 @@ class Endpoint:
             "protocol": 2,
             "decode_responses": False,
         }
-        if not issubclass(connection_class, (redis.UnixDomainSocketConnection, redis.asyncio.UnixDomainSocketConnection)):
+        if not issubclass(
+            connection_class, (redis.UnixDomainSocketConnection, redis.asyncio.UnixDomainSocketConnection)
+        ):
             kwargs.setdefault("socket_keepalive", True)
         else:
             kwargs.pop("socket_keepalive", None)
-        for name in ("maint_notifications_config", "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler"):
+        for name in (
+            "maint_notifications_config",
+            "maint_notifications_pool_handler",
+            "oss_cluster_maint_notifications_handler",
+        ):
             kwargs.pop(name, None)
         return connection_class(**kwargs)
 
@@ -126,7 +143,9 @@ class Endpoint:
 def explain(error: BaseException, name: str) -> BatchqError:
     """Return batchq's error for one of redis-py's or the system's."""
     text = str(error) or type(error).__name__
-    if isinstance(error, (AuthenticationError, AuthorizationError, NoPermissionError)) or text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
+    if isinstance(error, (AuthenticationError, AuthorizationError, NoPermissionError)) or text.startswith(
+        ("WRONGPASS", "NOAUTH", "NOPERM")
+    ):
         return BackendAuthError(f"Redis at {name} refuses this user: {text}")
     if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
         return OutOfMemory(f"Redis at {name} is at maxmemory: {text}")
@@ -138,7 +157,8 @@ def explain(error: BaseException, name: str) -> BatchqError:
 def _is_no_script(answers: list[Any]) -> bool:
     """Tell whether Redis did not know a script; it has then run nothing that counts (docs/protocol.md)."""
     return any(
-        isinstance(answer, NoScriptError) or (isinstance(answer, list) and any(isinstance(item, NoScriptError) for item in answer))
+        isinstance(answer, NoScriptError)
+        or (isinstance(answer, list) and any(isinstance(item, NoScriptError) for item in answer))
         for answer in answers
     )
 
@@ -209,7 +229,7 @@ class Link:
         with self._errors():
             if self._connection.can_read(0):
                 return True
-            sock = self._connection._sock  # noqa: SLF001 - redis-py has no public way to wait on several
+            sock = self._connection._sock
             poll = select.poll()
             poll.register(sock, select.POLLIN)
             for fd in others:
@@ -327,7 +347,7 @@ class AsyncLink:
             await self._connection.disconnect(nowait=True)
 
     def discard(self) -> None:
-        """Let go of a connection whose loop is closed, or that belongs to the parent process: nothing can be sent on it, and nothing warns."""
+        """Let go of a connection whose loop is closed, or that is the parent process': nothing is sent on it, and nothing warns."""
         self.broken = True
         writer = getattr(self._connection, "_writer", None)
         transport = getattr(writer, "transport", None)
@@ -350,5 +370,5 @@ class AsyncLink:
 
 
 def retry_delay(attempt: int, random: Callable[[], float]) -> float:
-    """Return how many seconds to wait before the next try: 50 ms doubled each time up to 2 s, with full jitter above 20 ms."""
-    return 0.02 + random() * min(2.0, 0.05 * 2 ** min(attempt, 10))
+    """Return the seconds before the next try: 50 ms doubled each time up to 2 s, with full jitter above 20 ms."""
+    return 0.02 + random() * min(2.0, 0.05 * float(2 ** min(attempt, 10)))

@@ -11,9 +11,9 @@ import os
 import random
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
@@ -24,7 +24,6 @@ from batchq.commands import Call, Outgoing, Pushed
 from batchq.config import (
     DAY,
     DEFAULT_MAX_PAYLOAD,
-    DEFAULT_RESULT_TTL,
     DEFAULT_TIMEOUT,
     REPLY_TTL_MS,
     WORKER_ALIVE,
@@ -48,11 +47,7 @@ from batchq.errors import (
 )
 from batchq.keys import Keys
 from batchq.requests import (
-    JOB_DEADLINE,
-    MAX_PUSH_BYTES,
-    MAX_PUSH_REQUESTS,
     Ids,
-    check_result_ttl,
     job_wire_id,
     new_name,
     no_worker_hint,
@@ -62,7 +57,6 @@ from batchq.requests import (
     too_late,
     too_many,
 )
-from batchq.stats import QueueStats, from_answers
 from batchq.store import CONNECT_TIMEOUT, Endpoint, Link, OutOfMemory, retry_delay
 
 T = TypeVar("T")
@@ -85,7 +79,7 @@ class _Request:
 
     __slots__ = ("data", "deadline", "id", "lane", "number", "timeout", "ttl_ms")
 
-    def __init__(self, id: bytes, data: bytes, lane: str, timeout: float, deadline: float, ttl_ms: int) -> None:  # noqa: A002
+    def __init__(self, id: bytes, data: bytes, lane: str, timeout: float, deadline: float, ttl_ms: int) -> None:
         self.id = id
         self.data = data
         self.lane = lane
@@ -129,7 +123,7 @@ class _TimedLink(Link):
 
     @classmethod
     def connect(cls, endpoint: Endpoint, seconds: float) -> _TimedLink:
-        connection = endpoint._make(False)  # noqa: SLF001
+        connection = endpoint._make(False)
         limit = max(0.001, min(seconds, connection.socket_connect_timeout or CONNECT_TIMEOUT))
         connection.socket_connect_timeout = connection.socket_timeout = limit
         link = cls(connection, endpoint.name)
@@ -138,10 +132,9 @@ class _TimedLink(Link):
 
     def limit(self, until: float) -> None:
         """Have sends, and reads that get nothing, fail at this time."""
-        sock = self._connection._sock  # noqa: SLF001 - redis-py has no public way to change it
+        sock = self._connection._sock
         if sock is not None:
-            with self._errors():
-                sock.settimeout(max(0.001, until - time.monotonic()))
+            sock.settimeout(max(0.001, until - time.monotonic()))
 
 
 class _Slot:
@@ -171,7 +164,7 @@ class _Slot:
         link.limit(until)
         link.send(payload)
         answers = self._read(link, skip + call.answers, until)
-        while link.forgot_scripts(answers):
+        if link.forgot_scripts(answers):
             link.limit(until)
             link.send(payload)
             answers = self._read(link, skip + call.answers, until)
@@ -240,20 +233,18 @@ class _Pool:
 
     def release(self, slot: _Slot) -> None:
         """Put a slot back, or hand it to the first who waits: one that only looked would always come too late."""
-        if not slot.connected:
-            fresh = _Slot()
-        elif self._closed.is_set() and slot.link is not None:
-            slot.link.close()
-            fresh = slot
-        else:
-            fresh = slot
         with self._lock:
             self._used.discard(slot)
             if self._waiting:
-                self._used.add(fresh)
-                self._waiting.popleft().put(fresh)
-            elif fresh.connected:
-                self._idle.append(fresh)
+                handed = slot if slot.connected else _Slot()
+                self._used.add(handed)
+                self._waiting.popleft().put(handed)
+                return
+            if slot.connected and not self._closed.is_set():
+                self._idle.append(slot)
+                return
+        if slot.link is not None:
+            slot.link.close()
 
     def connect(self, slot: _Slot, until: float) -> bool:
         """Connect a slot; False where it was."""
@@ -449,7 +440,8 @@ class _Exchange:
         except BackendUnavailableError as error:
             self.pool.check_open()
             if isinstance(error, BackendAuthError):
-                raise
+                first = next(iter(self.outstanding.values()))
+                raise BackendAuthError(error.message, request_id=first.id.hex()) from error
             if not (reading and time.monotonic() >= until):
                 self.down = error.message
                 self._attempt += 1
@@ -503,7 +495,7 @@ class _Exchange:
             for request in group.requests:
                 request.number = 0
             group.position = None
-            self._lose(pushed.stored)
+            self._lose(slot.chain.gap(pushed.stored))
             return []
         self._groups.popleft()
         if pushed.outcome != "no_worker":
@@ -526,9 +518,8 @@ class _Exchange:
         lost = [request for request in group.requests if self.outstanding.pop(request.id, None) is not None]
         return [(request, error(self.pool.config.queue, request.id)) for request in lost]
 
-    def _lose(self, stored: str) -> None:
-        """Redis has lost pushes: make one of every outstanding request that left after the last one it knows."""
-        known = self._slot.chain.gap(stored)
+    def _lose(self, known: int) -> None:
+        """Redis has lost requests, or their replies: make one push of all that left after the push of that number."""
         lost = [request for request in self.outstanding.values() if request.number > known]
         if lost:
             self._groups.appendleft(_Group(lost, force=True))
@@ -538,7 +529,7 @@ class _Exchange:
         stored = self.pool.look(self._slot, until)
         self._look_at = time.monotonic() + _LOOK
         if stored != self._slot.chain.last:
-            self._lose(stored)
+            self._lose(self._slot.chain.gap(stored))
 
     def _read(self, until: float, now: float, block: float) -> _Settled:
         keys, slot = self.pool.keys, self._slot
@@ -548,14 +539,17 @@ class _Exchange:
         if not self.stream:
             request = next(iter(self.outstanding.values()))
             data = slot.ask(commands.wait_reply(keys, request.id, block), min(until, silent))
-            return self._answered([data] if data else [])
+            settled = self._answered([data] if data else [])
+            if data and not settled:
+                self.pool.pause(min(_PAUSE, until - now))  # not a reply at all: whatever wrote it, do not spin
+            return settled
         wait = commands.read_replies(keys, slot.name, slot.cursor, block_ms=max(1, int(block * 1000)), count=64)
         entries = slot.ask(wait, min(until, silent))
         if entries:
             slot.cursor = entries[-1][0]
         elif self._missed:
             self._missed = False
-            self._lose("")
+            self._lose(0)
         return self._answered([data for _, data in entries])
 
     def _poll(self, until: float) -> _Settled:
@@ -565,7 +559,7 @@ class _Exchange:
             data = self._slot.ask(commands.read_reply(self.pool.keys, request.id), until)
             if data:
                 return self._answered([data])
-            self.pool.pause(min(0.05, until - time.monotonic()))
+            self.pool.pause(min(_PAUSE, until - time.monotonic()))
         return []
 
     def _answered(self, found: list[bytes]) -> _Settled:
@@ -581,7 +575,7 @@ class _Exchange:
         return settled
 
     def _expired(self, now: float) -> _Settled:
-        late = [request for request in self.outstanding.values() if request.deadline <= now]
+        late = list(takewhile(lambda request: request.deadline <= now, self.outstanding.values()))  # they are in order
         for request in late:
             del self.outstanding[request.id]
         queue, hint = self.pool.config.queue, self.pool.hint
@@ -595,3 +589,292 @@ def _open(result: wire.Reply | BatchqError | None, return_exceptions: bool = Fal
     if result is not None and not return_exceptions:
         raise result
     return result
+
+
+class Job:
+    """A request that was submitted, not awaited: its result is kept in Redis and may be read by any process, any number of times.
+
+    ``id``: the id that it was submitted with, or the random one that it got.
+    """
+
+    def __init__(self, client: Client, job_id: str) -> None:
+        self.id = job_id
+        self._client = client
+        self._wire_id = job_wire_id(job_id)
+
+    def __repr__(self) -> str:
+        return f"Job({self.id!r})"
+
+    def state(self) -> str:
+        """Return ``pending``, ``done``, ``failed``, or ``unknown``: never submitted, or its result has expired."""
+        pool = self._client._pool()
+        data, exists = pool.carry(commands.job_state(pool.keys, self._wire_id), DEFAULT_TIMEOUT)
+        replies = wire.decode_replies(data) if data else []
+        if replies:
+            return "failed" if replies[0].code else "done"
+        return "pending" if exists else "unknown"
+
+    def result(self, timeout: float | None = DEFAULT_TIMEOUT) -> Any:
+        """Wait for the answer and return it, or raise its error; may be called again until the result expires.
+
+        ``timeout`` in seconds, more than 0 and at most 86,400; None means 10. Raises DeadlineExceededError where there is no result yet,
+        JobNotFoundError where there is no such job, JobCancelledError.
+        """
+        seconds = check_timeout(timeout, DEFAULT_TIMEOUT)
+        pool = self._client._pool()
+        deadline = time.monotonic() + seconds
+        slot = pool.acquire(deadline, seconds)
+        try:
+            return outcome(self._wait(pool, slot, seconds, deadline))
+        finally:
+            pool.release(slot)
+
+    def _wait(self, pool: _Pool, slot: _Slot, seconds: float, deadline: float) -> wire.Reply:
+        down, attempt = "", 0
+        while (now := time.monotonic()) < deadline:
+            waiting = False
+            try:
+                pool.connect(slot, deadline)
+                data, exists = slot.ask(commands.job_state(pool.keys, self._wire_id), min(deadline, now + _SILENCE))
+                down, attempt = "", 0
+                replies = wire.decode_replies(data, copy=pool.config.copy) if data else []
+                if replies:
+                    return replies[0]
+                if not exists:
+                    raise JobNotFoundError(
+                        f"job {self.id!r}: there is none, or its result has expired", request_id=self._wire_id.hex()
+                    )
+                if data:
+                    pool.pause(min(_PAUSE, deadline - now))
+                    continue
+                waiting = True
+                block = min(_LOOK, deadline + 0.1 - now)
+                slot.ask(commands.wait_reply(pool.keys, self._wire_id, block), min(deadline, now + block + _SILENCE))
+            except OutOfMemory:
+                pool.pause(min(_PAUSE, deadline - now))  # at maxmemory Redis refuses to wait this way
+            except BackendUnavailableError as error:
+                pool.check_open()
+                if isinstance(error, BackendAuthError):
+                    raise
+                if not (waiting and time.monotonic() >= deadline):
+                    down, attempt = error.message, attempt + 1
+                    pool.pause(min(retry_delay(attempt, random.random), deadline - time.monotonic()))
+        if down:
+            raise BackendUnavailableError(f"{down}; gave up after {seconds:g} s", request_id=self._wire_id.hex())
+        raise DeadlineExceededError(
+            f"job {self.id!r} has no result yet after {seconds:g} s", request_id=self._wire_id.hex()
+        )
+
+    def cancel(self) -> bool:
+        """Cancel the job; True if it was pending: then it is not run where it still waits, and ``result`` raises JobCancelledError.
+
+        Raises JobNotFoundError where there is no such job.
+        """
+        pool = self._client._pool()
+        cancelled = pool.carry(commands.cancel_job(pool.keys, self._wire_id), DEFAULT_TIMEOUT)
+        if cancelled < 0:
+            raise JobNotFoundError(f"job {self.id!r}: there is none, or its result has expired", request_id=self._wire_id.hex())
+        return cancelled == 1
+
+
+class Client:
+    """Sends requests to a queue, one value each, and waits for their answers; for threads.
+
+    May be built at import time and before a fork: it connects on first use, in each process anew. One object serves any number of
+    threads, and has none of its own.
+
+    ``url``: ``redis://``, ``rediss://`` or ``unix://``; default ``BATCHQ_REDIS_URL``, else ``redis://localhost:6379/0``. ``queue``: its
+    name; default ``BATCHQ_QUEUE``, else ``default``. ``redis``: a ``redis.Redis`` whose settings are used instead of ``url``.
+    ``timeout``: seconds for a call that gives none (10). ``capacity``: pending requests at which this client's calls raise
+    QueueFullError; it can only lower the queue's. ``max_payload``: bytes of one value (64 MiB). ``fail_fast``: raise NoWorkerError at
+    once where no worker has reported for 10 s. ``copy``: whether arrays in answers are writable copies (True) or read-only views.
+    ``max_connections``: connections in each process, 1 to 10,000 (256). Each call holds one while it waits, a ``map`` until its end; where
+    all are in use a call waits for one, and after its timeout raises BackendUnavailableError.
+
+    Raises ConfigError for a setting out of its range.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        queue: str | None = None,
+        redis: Any = None,
+        timeout: float = DEFAULT_TIMEOUT,
+        capacity: int | None = None,
+        max_payload: int = DEFAULT_MAX_PAYLOAD,
+        fail_fast: bool = False,
+        copy: bool = True,
+        max_connections: int = DEFAULT_MAX_CONNECTIONS,
+    ) -> None:
+        self._pools: dict[int, _Pool] = {}
+        self._closed = False
+        self._config = ClientConfig(
+            url="" if redis is not None else resolve_url(url),
+            queue=resolve_queue(queue),
+            timeout=timeout,
+            capacity=capacity,
+            max_payload=max_payload,
+            fail_fast=fail_fast,
+            copy=copy,
+        )
+        self._max_connections = check_int("max_connections", max_connections, 1, 10_000, DEFAULT_MAX_CONNECTIONS)
+        self._endpoint = Endpoint(self._config.url, redis)
+
+    def __repr__(self) -> str:
+        return f"Client({self._endpoint.name!r}, queue={self._config.queue!r})"
+
+    def _pool(self) -> _Pool:
+        """Return this process' state; the parent's is let go of in a child."""
+        if self._closed:
+            raise ClientClosedError("the client was closed")
+        pid = os.getpid()
+        pool = self._pools.get(pid)
+        if pool is None:
+            # no lock: a thread of the parent's may have held it when the process was forked
+            pool = self._pools.setdefault(pid, _Pool(self._config, self._endpoint, self._max_connections))
+            self._let_go_of_others(pid)
+            if self._closed:
+                pool.close()
+        return pool
+
+    def _let_go_of_others(self, pid: int) -> None:
+        for other in [known for known in self._pools if known != pid]:
+            foreign = self._pools.pop(other, None)
+            if foreign is not None:
+                foreign.discard()
+
+    def predict(
+        self,
+        value: Any,
+        *,
+        timeout: float | None = None,
+        priority: Priority = "normal",
+        batch_key: str | int | None = None,
+        cost: float | None = None,
+        meta: dict[str, Any] | None = None,
+    ) -> Any:
+        """Send one value and return the model's answer to it.
+
+        ``timeout``: seconds from this call to its answer, more than 0 and at most 86,400; None means the client's. ``priority``: ``high``,
+        ``normal`` or ``low``. ``batch_key``: only requests with equal keys share a batch. ``cost``: what the request counts against the
+        worker's ``--max-batch-cost``. ``meta``: a dict for the model's BatchContext.
+
+        Raises QueueFullError, DeadlineExceededError, ModelError, WorkerLostError, BackendUnavailableError, EncodeError,
+        PayloadTooLargeError, and ConfigError for an argument out of its range.
+        """
+        pool = self._pool()
+        check_extras(batch_key, cost, meta)
+        lane, seconds = check_lane(priority), check_timeout(timeout, self._config.timeout)
+        with _Exchange(pool, seconds) as exchange:
+            extras = _Extras(batch_key, cost, meta)
+            exchange.add([exchange.request(value, lane, extras, seconds, exchange.deadline)])
+            return _open(_only(exchange))
+
+    def predict_many(
+        self,
+        values: Iterable[Any],
+        *,
+        timeout: float | None = None,
+        priority: Priority = "normal",
+        batch_key: str | int | None = None,
+        cost: float | None = None,
+        meta: dict[str, Any] | None = None,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
+        """Send several values, admitted all or none, and return their answers in order.
+
+        One ``timeout`` holds for all. The first error cancels the rest and is raised; with ``return_exceptions`` errors stand in the list
+        in place of answers. The other arguments apply to each value; see ``predict``. More values than the queue's capacity are a
+        ConfigError: use ``map``.
+        """
+        pool = self._pool()
+        check_extras(batch_key, cost, meta)
+        lane, seconds = check_lane(priority), check_timeout(timeout, self._config.timeout)
+        values = list(values)
+        if not values:
+            return []
+        if self._config.capacity is not None and len(values) > self._config.capacity:
+            raise too_many(len(values), self._config.capacity)
+        with _Exchange(pool, seconds, stream=True) as exchange:
+            extras = _Extras(batch_key, cost, meta)
+            requests = [exchange.request(value, lane, extras, seconds, exchange.deadline) for value in values]
+            exchange.add(requests, whole=True)
+            answers: dict[bytes, Any] = {}
+            while exchange.outstanding:
+                for request, result in exchange.step():
+                    if isinstance(result, QueueFullError):
+                        with contextlib.suppress(BackendUnavailableError):
+                            capacity = exchange.ask(commands.queue_capacity(pool.keys))
+                            if len(values) > capacity:
+                                raise too_many(len(values), capacity)
+                    answers[request.id] = _open(result, return_exceptions)
+            return [answers[request.id] for request in requests]
+
+    def map(
+        self,
+        values: Iterable[Any],
+        *,
+        concurrency: int = 256,
+        priority: Priority = "low",
+        batch_key: str | int | None = None,
+        cost: float | None = None,
+        meta: dict[str, Any] | None = None,
+        ordered: bool = True,
+        timeout: float | None = None,
+        return_exceptions: bool = False,
+    ) -> Iterator[Any]:
+        """Run any number of values through the queue, and iterate over the answers.
+
+        Values are taken lazily, at most ``concurrency`` (1 to 100,000) at a time; a full queue is waited for. ``ordered=False`` gives
+        answers as they come. ``timeout``: seconds for each value, None means 86,400; the time that the caller spends between two answers
+        does not count. An error is raised, and ends the iteration, unless ``return_exceptions``. The other arguments are ``predict``'s.
+        """
+        pool = self._pool()
+        check_int("concurrency", concurrency, 1, 100_000, 256)
+        check_extras(batch_key, cost, meta)
+        lane, seconds, extras = check_lane(priority), check_timeout(timeout, DAY), _Extras(batch_key, cost, meta)
+        found = self._map(pool, iter(values), concurrency, lane, seconds, extras, ordered, return_exceptions)
+        return (_open(result, return_exceptions) for result in found)
+
+    def _map(
+        self,
+        pool: _Pool,
+        source: Iterator[Any],
+        concurrency: int,
+        lane: str,
+        seconds: float,
+        extras: _Extras,
+        ordered: bool,
+        return_exceptions: bool,
+    ) -> Iterator[wire.Reply | BatchqError | None]:
+        window: deque[_Request] = deque()
+        ready: dict[bytes, wire.Reply | BatchqError | None] = {}
+        refused: list[_Request] = []
+        attempt, retry_at, more = 0, 0.0, True
+        with _Exchange(pool, seconds, stream=True) as exchange:
+            while more or refused or exchange.outstanding:
+                now = time.monotonic()
+                if refused:
+                    if now >= retry_at or not exchange.outstanding:
+                        pool.pause(retry_at - now)
+                        exchange.add(refused)
+                        refused = []
+                elif more and not exchange.is_pushing:
+                    room = concurrency - len(exchange.outstanding) - len(ready)
+                    chunk, more = self._gather(exchange, source, room, lane, seconds, extras, ready if return_exceptions else None)
+                    window += chunk
+                    if chunk:
+                        exchange.add(chunk)
+                if not exchange.outstanding:
+                    continue
+                full = False
+                for request, result in exchange.step(retry_at - now if refused else _LOOK):
+                    if isinstance(result, QueueFullError) and request.deadline > time.monotonic():
+                        refused.append(request)
+                        full = True
+                    elif ordered:
+                        ready[request.id] = result
+                    else:
+                        yield result
+                attempt = attempt + 1 if full else 0

@@ -61,7 +61,9 @@ class Reply(NamedTuple):
 class BadRequestError(Exception):
     """A request that cannot be decoded. Where its id and reply address could be read, its caller can still be told."""
 
-    def __init__(self, code: str, message: str, id: bytes | None = None, reply: str | int | None = None) -> None:  # noqa: A002
+    def __init__(
+        self, code: str, message: str, id: bytes | None = None, reply: str | int | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
@@ -70,7 +72,7 @@ class BadRequestError(Exception):
 
 
 def encode_request(
-    id: bytes,  # noqa: A002
+    id: bytes,
     reply: str | int,
     timeout_ms: int,
     value: object,
@@ -91,7 +93,9 @@ def encode_request(
     if isinstance(reply, int):
         head = _OWN_KEY.pack(array, VERSION, _ID, id, 0xCE, reply, 0xCE, timeout_ms)
     else:
-        head = _STREAM.pack(array, VERSION, _ID, id, 0xA0 | CLIENT_NAME_LENGTH, reply.encode(), 0xCE, timeout_ms)
+        head = _STREAM.pack(
+            array, VERSION, _ID, id, 0xA0 | CLIENT_NAME_LENGTH, reply.encode(), 0xCE, timeout_ms
+        )
     tail = b"\xc0" if meta is None else codec.pack(meta)
     if extras:
         tail += codec.pack(batch_key) + codec.pack(cost)
@@ -106,7 +110,7 @@ def with_timeout(request: bytes, timeout_ms: int) -> bytes:
 
 def decode_request(data: bytes, *, copy: bool = True) -> Request:
     """Return the request in ``data``; raise BadRequestError, with as much as could be read."""
-    version, id, reply = _read_address(data)  # noqa: A001
+    version, id, reply = _read_address(data)
     if not OLDEST_VERSION <= version <= VERSION:
         raise BadRequestError(
             "request.version",
@@ -117,11 +121,15 @@ def decode_request(data: bytes, *, copy: bool = True) -> Request:
     try:
         fields = codec.unpack(data, copy=copy)
     except codec.DecodeError as error:
-        raise BadRequestError("request.encode", f"the request cannot be decoded: {error}", id, reply) from None
+        raise BadRequestError(
+            "request.encode", f"the request cannot be decoded: {error}", id, reply
+        ) from None
     timeout_ms, meta = fields[3], fields[5] if len(fields) > 5 else None
     batch_key, cost = (fields[6], fields[7]) if len(fields) > 7 else (None, None)
     if len(fields) < 5 or type(timeout_ms) is not int or not (meta is None or isinstance(meta, dict)):
-        raise BadRequestError("request.encode", "the request lacks fields, or has some of the wrong type", id, reply)
+        raise BadRequestError(
+            "request.encode", "the request lacks fields, or has some of the wrong type", id, reply
+        )
     return Request(id, reply, timeout_ms, fields[4], meta, batch_key, cost)
 
 
@@ -131,13 +139,21 @@ def _read_address(data: bytes) -> tuple[int, bytes, str | int]:
         unpacker = msgpack.Unpacker(strict_map_key=False)
         unpacker.feed(data[:256])
         length = unpacker.read_array_header()
-        version, id, reply = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()  # noqa: A001
+        version, id, reply = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
     except Exception as error:  # noqa: BLE001 - msgpack raises many kinds for broken bytes
         raise BadRequestError("request.encode", f"not a request: {error or type(error).__name__}") from None
     named = type(reply) is str and _CLIENT_NAME.fullmatch(reply)
     timed = type(reply) is int and 0 <= reply <= _MAX_TTL_MS
-    if length < 5 or type(version) is not int or type(id) is not bytes or len(id) != 16 or not (named or timed):
-        raise BadRequestError("request.encode", "not a request: [version, id: bin 16, reply: str or uint, …] expected")
+    if (
+        length < 5
+        or type(version) is not int
+        or type(id) is not bytes
+        or len(id) != 16
+        or not (named or timed)
+    ):
+        raise BadRequestError(
+            "request.encode", "not a request: [version, id: bin 16, reply: str or uint, …] expected"
+        )
     return version, id, reply
 
 
@@ -146,7 +162,7 @@ def read_address(data: bytes) -> tuple[bytes, str | int]:
     return _read_address(data)[1:]
 
 
-def encode_reply(id: bytes, value: object, *, max_payload: int = 2**31) -> bytes:  # noqa: A002
+def encode_reply(id: bytes, value: object, *, max_payload: int = 2**31) -> bytes:
     """Return an answer as msgpack; raise EncodeError or PayloadTooLargeError."""
     payload = codec.pack(value)
     if len(payload) > max_payload:
@@ -154,7 +170,7 @@ def encode_reply(id: bytes, value: object, *, max_payload: int = 2**31) -> bytes
     return b"\x94\x01\xc4\x10" + id + b"\xa0" + payload
 
 
-def encode_error(id: bytes, error: BatchqError) -> bytes:  # noqa: A002
+def encode_error(id: bytes, error: BatchqError) -> bytes:
     """Return an error as msgpack."""
     kind = error.error_type if isinstance(error, ModelError) else ""
     text = error.message.encode("utf-8", "replace").decode()  # an exception's text may hold lone surrogates

@@ -1,6 +1,6 @@
 -- admit: the second half of push. RPUSH has just appended n requests to each lane of the push; this decides how many may stay.
 --
--- ARGV  1 producer   2 token of its last push ('' = none)   3 token of this push   4 '1' if nothing of it is outstanding
+-- ARGV  1 producer ('' = none: a push that is sent again runs again)   2 token of its last push ('' = none)   3 token of this push   4 '1' if nothing of it is outstanding
 --       5 flags: 'w' whole (all or nothing), 'f' force (whatever the capacity), 'j' jobs, or ''
 --       6 the client's capacity ('' = the queue's)   7 default capacity   8 default capacity_bytes
 --       9 microseconds within which a worker must have reported ('' = any)
@@ -28,12 +28,13 @@ local function undo()
   end
 end
 
-local record = redis.call('GET', producer)
+local guarded = ARGV[1] ~= ''
+local record = guarded and redis.call('GET', producer)
 local stored, counts = '', ''
 if record then
   stored, counts = string.match(record, '^(%S+) (.*)$')
 end
-if stored == ARGV[3] then
+if guarded and stored == ARGV[3] then
   undo()
   local answer = {'dup', now}
   for count in string.gmatch(counts, '%d+') do
@@ -41,7 +42,7 @@ if stored == ARGV[3] then
   end
   return answer
 end
-if not (stored == ARGV[2] or (stored == '' and ARGV[4] == '1')) then
+if guarded and not (stored == ARGV[2] or (stored == '' and ARGV[4] == '1')) then
   undo()
   return {'gap', now, stored}
 end
@@ -122,7 +123,9 @@ for _, p in ipairs(pushes) do
   kept[#kept + 1] = n
 end
 
-redis.call('SET', producer, ARGV[3] .. ' ' .. table.concat(kept, ','), 'EX', 3600)
+if guarded then
+  redis.call('SET', producer, ARGV[3] .. ' ' .. table.concat(kept, ','), 'EX', 3600)
+end
 if accepted > 0 then
   redis.call('HINCRBY', prefix .. 'counters', 'accepted', accepted)
   redis.call('HINCRBY', prefix .. 'counters', 'pending_bytes', int(added))

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import click
 
-from batchq import Client
 from batchq.config import DEFAULT_TIMEOUT
+from batchq.sync import Client
 from batchq_cli.common import (
     DURATION,
     EXIT_NO_ANSWER,
@@ -33,7 +33,7 @@ from batchq_cli.common import (
     cls=Described,
     examples=[
         "batchq call '\"what a day\"'",
-        "batchq call '{\"text\": \"what a day\", \"top\": 3}' --queue sentiment --timeout 2s",
+        'batchq call \'{"text": "what a day", "top": 3}\' --queue sentiment --timeout 2s',
         "batchq call --bytes-file cat.jpg | jq .label",
         "echo '[0.1, 0.2]' | batchq call -",
     ],
@@ -48,7 +48,9 @@ from batchq_cli.common import (
 )
 @click.argument("text", metavar="[JSON]", required=False)
 @click.option("--file", type=click.File("rb"), help="Read the JSON from a file; - is standard input.")
-@click.option("--bytes-file", type=click.File("rb"), help="Send a file's content, as bytes; - is standard input.")
+@click.option(
+    "--bytes-file", type=click.File("rb"), help="Send a file's content, as bytes; - is standard input."
+)
 @click.option(
     "--timeout",
     type=DURATION,
@@ -57,7 +59,11 @@ from batchq_cli.common import (
     help="From the call to its answer, at most 1d.",
 )
 @click.option(
-    "--priority", type=click.Choice(["high", "normal", "low"]), default="normal", show_default=True, help="The lane."
+    "--priority",
+    type=click.Choice(["high", "normal", "low"]),
+    default="normal",
+    show_default=True,
+    help="The lane.",
 )
 @click.option("--fail-fast", is_flag=True, help="Fail at once where no worker of the queue is alive.")
 @redis_option
@@ -74,11 +80,11 @@ def call(
 ) -> None:
     """Send one request and print its answer as a line of JSON.
 
-    The value is JSON: an argument, a file's content, or standard input where the argument is -. A file that is no
+    The value is JSON: an argument, a file's content, or standard input where the argument is -. What is not
     JSON, such as an image, is sent as bytes with --bytes-file.
 
-    What JSON lacks is printed so: bytes as {"base64": "…"}, arrays as lists, a datetime as ISO 8601 text, a complex
-    number as [real, imaginary], and NaN and infinities as null.
+    What JSON lacks is printed so: bytes as {"base64": "…"}, arrays as lists, a datetime as ISO 8601 text, a
+    complex number as [real, imaginary], and NaN and infinities as null.
     """
     if sum(source is not None for source in (text, file, bytes_file)) != 1:
         raise click.UsageError("one of JSON, -, --file and --bytes-file is needed")

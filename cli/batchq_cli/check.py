@@ -97,7 +97,9 @@ def _run(predict: Callable[[list[Any]], Any], values: list[Any], config: WorkerC
         )
     split = f", in {len(kinds)} runs: it fails as one batch" if len(kinds) > 1 else ""
     kind = f"{kinds[0]} of {describe(outcomes[0])}"
-    click.echo(f"batch of {len(values)}: {show_duration(seconds)}, {kind}, {max(sizes):,} bytes packed{split}")
+    click.echo(
+        f"batch of {len(values)}: {show_duration(seconds)}, {kind}, {max(sizes):,} bytes packed{split}"
+    )
 
 
 def describe(value: object) -> str:

@@ -83,7 +83,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CliError(Exception):
-    """A failure that the user can do something about: the group prints it as one line and exits with its code."""
+    """A failure that the user can mend: the group prints it as one line and exits with its code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -147,7 +147,9 @@ class Duration(FloatType):
         match = _QUANTITY.fullmatch(value)
         unit = _SECONDS.get(match[2].lower() or "s") if match else None
         if match is None or unit is None:
-            self.fail(f"{value!r} is no time; allowed are seconds, or a unit: {', '.join(_SECONDS)}", param, ctx)
+            self.fail(
+                f"{value!r} is no time; allowed are seconds, or a unit: {', '.join(_SECONDS)}", param, ctx
+            )
         return float(match[1]) * unit
 
 
@@ -163,7 +165,9 @@ class Size(IntType):
         match = _QUANTITY.fullmatch(value)
         unit = _BYTES.get(match[2].lower()) if match else None
         if match is None or unit is None:
-            self.fail(f"{value!r} is no size; allowed are bytes, or a unit: KiB, MiB, GiB, KB, MB, GB", param, ctx)
+            self.fail(
+                f"{value!r} is no size; allowed are bytes, or a unit: KiB, MiB, GiB, KB, MB, GB", param, ctx
+            )
         size = float(match[1]) * unit
         if size != int(size):
             self.fail(f"{value!r} is no whole number of bytes", param, ctx)

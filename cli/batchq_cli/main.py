@@ -11,7 +11,15 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from batchq_cli.common import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USAGE, CliError, Described, exit_code, one_line
+from batchq_cli.common import (
+    EXIT_CODES,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    CliError,
+    Described,
+    exit_code,
+    one_line,
+)
 
 COMMANDS: Final = {
     "worker": "Run a model on the requests of a queue.",

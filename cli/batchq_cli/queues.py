@@ -36,7 +36,9 @@ from batchq_cli.redis_link import DEFAULT_WAIT, ask
     exit_codes=[EXIT_OK, EXIT_USAGE, EXIT_REDIS_AUTH, EXIT_REDIS_DOWN],
 )
 @redis_option
-@click.option("--timeout", type=DURATION, default=show_duration(DEFAULT_WAIT), show_default=True, help="For all of it.")
+@click.option(
+    "--timeout", type=DURATION, default=show_duration(DEFAULT_WAIT), show_default=True, help="For all of it."
+)
 @click.option(
     "--limit", type=click.IntRange(1, 10_000), default=100, show_default=True, help="The most queues to list."
 )
@@ -69,7 +71,8 @@ def queues(redis_url: str, timeout: float, limit: int, as_json: bool) -> None:
     else:
         now = time.time()
         cells = [
-            (row["queue"], f"{row['workers']:,}", f"{row['depth']:,}", _ago(now - row["last_used"])) for row in rows
+            (row["queue"], f"{row['workers']:,}", f"{row['depth']:,}", _ago(now - row["last_used"]))
+            for row in rows
         ]
         click.echo("\n".join(table(("QUEUE", "WORKERS", "DEPTH", "LAST USED"), cells, numbers=(1, 2))))
 

@@ -1,4 +1,4 @@
-"""One short conversation with Redis, within a time limit: also one that accepts connections and says nothing."""
+"""One short conversation with Redis, in limited time, though Redis may accept it and say nothing."""
 
 from __future__ import annotations
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
-from batchq import Client, QueueStats
 from batchq.config import check_number
 from batchq.errors import BackendAuthError, BackendUnavailableError
+from batchq.stats import QueueStats
+from batchq.sync import Client
 from batchq_cli.common import (
     DURATION,
     EXIT_OK,
@@ -38,8 +39,8 @@ _RATES = {"in": "accepted", "out": "completed", "full": "rejected", "expired": "
     shown={
         "pending": "requests that wait, by lane, and for how long the oldest has",
         "in flight": "batches that workers hold; requests whose worker died, to be run alone",
-        "rates": "in: accepted; out: answered; with --watch counted between two looks, else as workers report",
-        "refused": "full: got QueueFullError; expired: dropped, as their time was up; dead letters: kept aside",
+        "rates": "in: accepted; out: answered, with --watch from one look to the next, else as reported",
+        "refused": "full: got QueueFullError; expired: their time was up; dead letters: kept aside",
         "workers": "means of the last seconds: requests in a batch, its wait, and the model's time for it",
     },
     examples=[
@@ -55,7 +56,7 @@ _RATES = {"in": "accepted", "out": "completed", "full": "rejected", "expired": "
     "--watch",
     type=DURATION,
     metavar="SECONDS",
-    help="Again and again until Ctrl-C: on a terminal in place, else as lines. Rates are over the time between two.",
+    help="Again and again until Ctrl-C: in place on a terminal, else line by line.",
 )
 @click.option("--timeout", type=DURATION, default="5s", show_default=True, help="How long Redis may take.")
 @json_option
@@ -129,10 +130,18 @@ def _line(stats: QueueStats, rates: Rates | None) -> str:
     """Return one line, for a log."""
     pending = sum(stats.depth.values())
     out = _rate(rates, "out") if rates is not None else f"{stats.drain_rate:,.4g}/s"
-    return (
-        f"{time.strftime('%H:%M:%S')} pending={pending} oldest={show_duration(stats.oldest_age)} in={_rate(rates, 'in')} out={out} "
-        f"batch={stats.mean_batch_size:.3g} full={stats.rejected} expired={stats.expired} failed={stats.failed} workers={len(stats.workers)}"
-    )
+    fields = {
+        "pending": pending,
+        "oldest": show_duration(stats.oldest_age),
+        "in": _rate(rates, "in"),
+        "out": out,
+        "batch": f"{stats.mean_batch_size:.3g}",
+        "full": stats.rejected,
+        "expired": stats.expired,
+        "failed": stats.failed,
+        "workers": len(stats.workers),
+    }
+    return time.strftime("%H:%M:%S ") + " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _text(stats: QueueStats, rates: Rates | None) -> str:
@@ -148,7 +157,7 @@ def _rows(stats: QueueStats, rates: Rates | None) -> Iterator[str]:
     yield f"pending     {pending:,} of {stats.capacity:,}: {lanes}; oldest {show_duration(stats.oldest_age)}"
     yield f"in flight   {stats.in_flight:,} batches; {stats.solo:,} requests to run alone"
     yield f"rates       in {_rate(rates, 'in')}, out {out}; batches of {stats.mean_batch_size:.3g}"
-    yield f"totals      {stats.accepted:,} accepted, {stats.completed:,} answered, {stats.failed:,} of them with an error"
+    yield f"totals      {stats.accepted:,} accepted, {stats.completed:,} answered, {stats.failed:,} failed of these"
     yield f"refused     {stats.rejected:,} full, {stats.expired:,} expired; {stats.dead:,} dead letters"
     if not stats.workers:
         yield "workers     none is alive"

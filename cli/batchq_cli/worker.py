@@ -39,7 +39,6 @@ from batchq_workers import logs
 from batchq_workers.config import WorkerConfig
 from batchq_workers.parent import Parent
 
-
 if TYPE_CHECKING:
     PairType = click.ParamType[tuple[str, Any]]
 else:
@@ -200,7 +199,8 @@ def _setting(flag: str, *, type: Any, default: Any, help: str) -> Callable[[F], 
 @click.option(
     "--sample",
     metavar="JSON",
-    help="For --check: one value as a caller would send it. Default: the attribute `sample` of the function or of its module, else null.",
+    help="For --check: one value, as a caller would send it. Default: the attribute `sample` of the function "
+    "or of its module, else null.",
 )
 @click.pass_context
 def worker(

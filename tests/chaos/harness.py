@@ -57,7 +57,9 @@ class Ledger:
 class Stack:
     """Redis, a proxy before it, workers and a client, with the faults that a run may do to them."""
 
-    def __init__(self, seed: int, *redis_arguments: str, workers: int = 2, lease: float = 1.5, run_ms: float = 3) -> None:
+    def __init__(
+        self, seed: int, *redis_arguments: str, workers: int = 2, lease: float = 1.5, run_ms: float = 3
+    ) -> None:
         self.random = random.Random(seed)
         self.redis = EmbeddedRedis(*redis_arguments)
         self.ledger = Ledger()
@@ -140,7 +142,7 @@ class Stack:
             except QueueFullError:
                 await asyncio.sleep(0.05)
                 continue
-            except Exception as error:  # noqa: BLE001 - the ledger takes whatever it is
+            except Exception as error:
                 self.ledger.lost.append(f"{number}: {type(error).__name__}: {error}")
                 return
             if answer == 2 * number:
@@ -167,7 +169,9 @@ class Stack:
         except WorkerLostError:
             self.ledger.poisoned += 1
 
-    async def run(self, seconds: float, *faults: Callable[[], Awaitable[None]], every: float = 1.0, poison: int = 0) -> Ledger:
+    async def run(
+        self, seconds: float, *faults: Callable[[], Awaitable[None]], every: float = 1.0, poison: int = 0
+    ) -> Ledger:
         """Load the stack while faults, chosen by the seed, happen about ``every`` so many seconds."""
         await self.client.predict(0, timeout=TIMEOUT)  # the stack is up
         if self._runs.exists():
@@ -286,8 +290,21 @@ class Stack:
         queue = "batchq:{default}:"
         deadline = time.monotonic() + 15
         while True:
-            lists = ["requests", "requests:high", "requests:low", "heads", "heads:high", "heads:low", "solo", "heads:solo", "due", "leases"]
-            left = [name for name in lists if self.raw.exists(queue + name)] + [k for k in self.keys() if ":batch:" in k]
+            lists = [
+                "requests",
+                "requests:high",
+                "requests:low",
+                "heads",
+                "heads:high",
+                "heads:low",
+                "solo",
+                "heads:solo",
+                "due",
+                "leases",
+            ]
+            left = [name for name in lists if self.raw.exists(queue + name)] + [
+                k for k in self.keys() if ":batch:" in k
+            ]
             if not left:
                 break
             assert time.monotonic() < deadline, f"left behind: {left}; {json.dumps(self.keys())}"

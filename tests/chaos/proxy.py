@@ -48,7 +48,9 @@ class Proxy:
         both = (writer, up_writer)
         self._writers.update(both)
         try:
-            await asyncio.gather(self._pump(reader, up_writer, replies=False), self._pump(up_reader, writer, replies=True))
+            await asyncio.gather(
+                self._pump(reader, up_writer, replies=False), self._pump(up_reader, writer, replies=True)
+            )
         except (OSError, _CutError):
             pass
         finally:
@@ -56,7 +58,9 @@ class Proxy:
                 self._writers.discard(one)
                 one.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool
+    ) -> None:
         while data := await reader.read(1 << 16):
             if replies and self.drop and self._random.random() < self.drop:
                 self.dropped += 1

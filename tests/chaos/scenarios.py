@@ -16,7 +16,9 @@ class Scenario(Protocol):
 
 async def _run(stack: Stack, seconds: float, *faults: str, every: float = 1.0, poison: int = 0) -> Ledger:
     async with stack:
-        ledger = await stack.run(seconds, *[getattr(stack, fault) for fault in faults], every=every, poison=poison)
+        ledger = await stack.run(
+            seconds, *[getattr(stack, fault) for fault in faults], every=every, poison=poison
+        )
         ledger.check(poison=poison)
         await stack.assert_nothing_left()
         return ledger
@@ -55,7 +57,15 @@ async def two_requests_are_poison(*, seed: int, seconds: float) -> Ledger:
 
 
 async def all_of_it_happens_together(*, seed: int, seconds: float) -> Ledger:
-    faults = ("kill_child", "kill_worker_and_child", "stop_worker", "restart_worker", "cut_connections", "drop_replies", "restart_redis")
+    faults = (
+        "kill_child",
+        "kill_worker_and_child",
+        "stop_worker",
+        "restart_worker",
+        "cut_connections",
+        "drop_replies",
+        "restart_redis",
+    )
     return await _run(Stack(seed, *AOF, workers=3), seconds, *faults, poison=2)
 
 

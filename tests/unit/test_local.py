@@ -742,6 +742,8 @@ async def test_giving_up_on_a_result_does_not_cancel_the_job(gate):
         waiting = asyncio.create_task(job.result())
         await asyncio.sleep(0)
         waiting.cancel()
+        await asyncio.wait([waiting])
+        assert client._calls.engine._jobs[job.id].watchers == set()
         gate.open()
         assert await job.result() == 2
         assert await job.state() == "done"

@@ -105,7 +105,7 @@ def encode(batch: Batch, outcomes: Sequence[Any], max_payload: int) -> Answers:
                 failed += 1
                 if isinstance(error, EncodeError):
                     text = error.message.replace("value", "answer", 1)
-                    error = ModelError(f"the model's answer cannot be sent: {text}", error_type="EncodeError")  # noqa: PLW2901
+                    error = ModelError(f"the model's answer cannot be sent: {text}", error_type="EncodeError")
                 reply = wire.encode_error(request.id, error)
         add(request.id, request.reply, reply)
     for request_id, address, reply in batch.early:

@@ -1,4 +1,4 @@
-"""A child process: ``python -m batchq_workers.child``. Its settings come on standard input, which stays open as long as the parent lives."""
+"""A child process: ``python -m batchq_workers.child``. Its settings come on standard input, which stays open while the parent lives."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def load(config: WorkerConfig) -> Any:
 def main() -> int:
     """Run the child; return its exit code."""
     stop = Stop()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the parent says what to do
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the whole terminal; the parent says what to do
     signal.signal(signal.SIGTERM, lambda *_: stop.request())
     stdin = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

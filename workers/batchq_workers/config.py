@@ -67,9 +67,13 @@ class WorkerConfig:
         check_number("drain_timeout", self.drain_timeout, 0, 3600, DEFAULT_DRAIN_TIMEOUT, " s")
         check_int("max_payload", self.max_payload, KIB, 512 * MIB, DEFAULT_MAX_PAYLOAD, " bytes")
         if self.log_format not in ("auto", "text", "json"):
-            raise ConfigError(f"log_format={self.log_format!r}: allowed are 'auto', 'text' and 'json' (default 'auto')")
+            raise ConfigError(
+                f"log_format={self.log_format!r}: allowed are 'auto', 'text' and 'json' (default 'auto')"
+            )
         if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigError(f"log_level={self.log_level!r}: allowed are 'debug', 'info', 'warning' and 'error' (default 'info')")
+            raise ConfigError(
+                f"log_level={self.log_level!r}: allowed are 'debug', 'info', 'warning' and 'error' (default 'info')"
+            )
 
     @property
     def shown_url(self) -> str:

@@ -222,7 +222,12 @@ class Loop:
         self._free_name = None
         self._in_doubt = None
         if len(requests) != len(taken.heads):
-            log.error("a batch has %d requests and %d heads: given back", len(requests), len(taken.heads), extra={"batch": name})
+            log.error(
+                "a batch has %d requests and %d heads: given back",
+                len(requests),
+                len(taken.heads),
+                extra={"batch": name},
+            )
             link.call(commands.release(self._keys, name))
             return None
         self._solo_first = taken.kind != "solo"
@@ -246,7 +251,11 @@ class Loop:
             def is_over() -> bool:
                 return over  # noqa: B023 - reads this round's value on purpose
 
-            if batch.pending >= self._options.max_batch_size and self._run_time.seconds > _OVERLAP_FROM and not self._stop.requested:
+            if (
+                batch.pending >= self._options.max_batch_size
+                and self._run_time.seconds > _OVERLAP_FROM
+                and not self._stop.requested
+            ):
                 ahead = self._second.submit(self._prefetch, is_over)
             outcomes = self._run(batch)
             over = True
@@ -323,7 +332,11 @@ class Loop:
             held = link.call(commands.finish_at_maxmemory(self._keys, batch.name, answers))
         if batch.letters:
             link.call(commands.bury(self._keys, batch.name, batch.letters))
-            log.error("%d requests could not be decoded: see the dead letters", len(batch.letters), extra={"batch": batch.name})
+            log.error(
+                "%d requests could not be decoded: see the dead letters",
+                len(batch.letters),
+                extra={"batch": batch.name},
+            )
         if not held:  # this child was stopped for so long that others have taken over
             link.call(commands.forget(self._keys, batch.ids))
         self._board.add("failed", answers.failed)

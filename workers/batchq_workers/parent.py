@@ -60,7 +60,7 @@ class _Child:
         self.started = time.monotonic()
         self.board, fd = Board.create()
         try:
-            self.process = subprocess.Popen(  # noqa: S603 - our own module
+            self.process = subprocess.Popen(
                 [sys.executable, "-m", "batchq_workers.child"],
                 stdin=subprocess.PIPE,
                 pass_fds=[fd],
@@ -140,7 +140,11 @@ class Parent:
                         if now >= next_report:
                             next_report = now + REPORT_EVERY
                             self._report()
-                soon = self._kill_at is not None or self._orphans or (self._child is not None and not self._child.board.get("ready"))
+                soon = (
+                    self._kill_at is not None
+                    or self._orphans
+                    or (self._child is not None and not self._child.board.get("ready"))
+                )
                 timeout = 0.1 if soon else min(next_report, next_renewal) - time.monotonic()
                 select.select([wake], [], [], max(0.01, min(timeout, REPORT_EVERY)))
                 with contextlib.suppress(BlockingIOError):
@@ -233,7 +237,9 @@ class Parent:
             "capacity": policy.capacity,
             "capacity_bytes": policy.capacity_bytes,
         }
-        reported = link.call(commands.report(self._keys, self._config.name, self._report_text("loading"), wanted))
+        reported = link.call(
+            commands.report(self._keys, self._config.name, self._report_text("loading"), wanted)
+        )
         for name, text in reported.others.items():
             other = json.loads(text).get("model")
             if other != self._config.model and not self._config.allow_mixed:
@@ -242,9 +248,19 @@ class Parent:
                     f"worker {name} serves queue {self._config.queue!r} with --model {other}, this one has {self._config.model}: callers "
                     f"would get either's answers. Use another --queue, or --allow-mixed if they are the same to callers"
                 )
-        different = {name: (value, reported.config[name]) for name, value in wanted.items() if reported.config.get(name, value) != value}
+        different = {
+            name: (value, reported.config[name])
+            for name, value in wanted.items()
+            if reported.config.get(name, value) != value
+        }
         for name, (mine, holds) in different.items():
-            log.warning("%s=%d holds for queue %s, set by a worker that is alive; not %d as given here", name, holds, self._keys.queue, mine)
+            log.warning(
+                "%s=%d holds for queue %s, set by a worker that is alive; not %d as given here",
+                name,
+                holds,
+                self._keys.queue,
+                mine,
+            )
         if different:
             config = reported.config
             self._adopt(
@@ -259,7 +275,9 @@ class Parent:
 
     def _adopt(self, policy: BatchPolicy) -> None:
         fields = WorkerConfig.load(self._wanted.dump())
-        self._config = type(fields)(**{name: getattr(fields, name) for name in fields.__slots__} | {"policy": policy})
+        self._config = type(fields)(
+            **{name: getattr(fields, name) for name in fields.__slots__} | {"policy": policy}
+        )
 
     def _check_eviction(self, link: Link) -> None:
         try:
@@ -267,7 +285,9 @@ class Parent:
         except (BackendAuthError, BackendUnavailableError) as error:
             if link.broken:
                 raise
-            log.warning("cannot check that Redis does not evict keys (maxmemory-policy must be noeviction): %s", error)
+            log.warning(
+                "cannot check that Redis does not evict keys (maxmemory-policy must be noeviction): %s", error
+            )
             return
         fields = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
         policy = fields.get("maxmemory_policy", "noeviction")
@@ -295,7 +315,9 @@ class Parent:
             self._was_ready = True
             log.info("ready")
         if self._signals and self._kill_at is None:
-            log.info("draining: no new batches, at most %g s for the one that runs", self._config.drain_timeout)
+            log.info(
+                "draining: no new batches, at most %g s for the one that runs", self._config.drain_timeout
+            )
             self._kill_at = now + self._config.drain_timeout
             child.process.send_signal(signal.SIGTERM)
         elif self._kill_at is not None and (self._signals > 1 or now >= self._kill_at):
@@ -326,7 +348,12 @@ class Parent:
         delay = 0.0 if self._failures <= 1 else min(30.0, 0.5 * 2 ** (self._failures - 2))
         self._restart_at = now + delay
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        log.error("the child died (%s) after %.1f s; its batches are handed on, it is restarted in %g s", how, lived, delay)
+        log.error(
+            "the child died (%s) after %.1f s; its batches are handed on, it is restarted in %g s",
+            how,
+            lived,
+            delay,
+        )
         return None
 
     # --- what it says to Redis ---
@@ -356,11 +383,17 @@ class Parent:
         link = self._connected()
         recovered = link.call(
             commands.recover(
-                self._keys, batch, seen_end=seen_end, dead_worker=worker_of(batch), lease_us=int(self._config.lease * 1e6)
+                self._keys,
+                batch,
+                seen_end=seen_end,
+                dead_worker=worker_of(batch),
+                lease_us=int(self._config.lease * 1e6),
             )
         )
         if recovered.outcome == "moved":
-            log.warning("%d requests are run again, one at a time", recovered.count, extra={"batch": batch})
+            log.warning(
+                "%d requests are run again, one at a time", recovered.requests, extra={"batch": batch}
+            )
         elif recovered.outcome == "dead":
             self._bury(link, batch, recovered)
 
@@ -376,7 +409,9 @@ class Parent:
                 request_id, reply = wire.read_address(data)
             except wire.BadRequestError:
                 continue
-            error = wire.encode_error(request_id, WorkerLostError(f"the request {reason}; it is in the dead letters"))
+            error = wire.encode_error(
+                request_id, WorkerLostError(f"the request {reason}; it is in the dead letters")
+            )
             if isinstance(reply, str):
                 streams.setdefault(reply, []).append(error)
             else:
@@ -388,8 +423,16 @@ class Parent:
     def _collect(self, child: _Child) -> None:
         """Bring the means that are reported up to date."""
         board = child.board
-        current = (time.monotonic(), board.get("batches"), board.get("requests"), board.get("run_seconds"), board.get("wait_seconds"))
-        seconds, batches, requests, run, wait = (new - old for new, old in zip(current, self._last, strict=True))
+        current = (
+            time.monotonic(),
+            board.get("batches"),
+            board.get("requests"),
+            board.get("run_seconds"),
+            board.get("wait_seconds"),
+        )
+        seconds, batches, requests, run, wait = (
+            new - old for new, old in zip(current, self._last, strict=True)
+        )
         if not self._last[0]:
             seconds = time.monotonic() - child.started
         if seconds >= REPORT_EVERY / 2:
@@ -416,7 +459,11 @@ class Parent:
     def _report(self) -> None:
         if self._child is not None:
             self._collect(self._child)
-        state = "draining" if self._signals else ("ready" if self._child and self._child.board.get("ready") else "loading")
+        state = (
+            "draining"
+            if self._signals
+            else ("ready" if self._child and self._child.board.get("ready") else "loading")
+        )
         link = self._connected()
         reported = link.call(commands.report(self._keys, self._config.name, self._report_text(state)))
         if not reported.config:  # Redis has lost it
