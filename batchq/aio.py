@@ -73,7 +73,7 @@ _SILENCE = 5.0
 class _Call:
     """A request on its way, and the future that its caller waits for."""
 
-    __slots__ = ("deadline", "future", "id", "lane", "number", "request", "timeout", "timer", "ttl_ms")
+    __slots__ = ("deadline", "future", "give_up", "id", "lane", "number", "request", "timeout", "timer", "ttl_ms")
 
     def __init__(
         self,
@@ -89,6 +89,8 @@ class _Call:
         self.lane = lane
         self.timeout = timeout
         self.deadline = deadline
+        self.give_up = deadline
+        """When its caller no longer waits: its deadline, but for a job, whose caller waits only until it is in the queue."""
         self.future = future
         self.ttl_ms = 0
         self.number = 0
@@ -207,7 +209,7 @@ class _Session:
 
     def _expect(self, call: _Call) -> None:
         self.outstanding[call.id] = call
-        call.timer = self.loop.call_at(call.deadline, self._expire, call)
+        call.timer = self.loop.call_at(call.give_up, self._expire, call)
         if self._tick_handle is None:
             self._tick_handle = self.loop.call_later(min(1.0, call.timeout / 2), self._tick)
 
@@ -516,7 +518,7 @@ class _Session:
         for task in self._tasks:
             task.cancel()
         for link in self._links:
-            link.abort()
+            link.drop()
 
     def discard(self) -> None:
         """Let go of a session whose loop has gone, or that belongs to the parent process."""
@@ -719,7 +721,7 @@ class AsyncClient:
             raise too_many(len(calls), self._config.capacity)
         deadline = calls[0].deadline
         for call in calls:
-            call.deadline = deadline
+            call.deadline = call.give_up = deadline
         session.enqueue_group(group)
         futures = [call.future for call in calls]
         try:
@@ -863,14 +865,9 @@ class AsyncClient:
             meta=meta, batch_key=batch_key, cost=cost, max_payload=self._config.max_payload,
         )  # fmt: skip
         loop = session.loop
-        call = _Call(
-            wire_id,
-            request,
-            check_lane(priority),
-            seconds,
-            loop.time() + min(seconds, self._config.timeout),
-            loop.create_future(),
-        )
+        now = loop.time()
+        call = _Call(wire_id, request, check_lane(priority), self._config.timeout, now + seconds, loop.create_future())
+        call.give_up = now + self._config.timeout
         call.ttl_ms = ttl_ms
         session.submit(call)
         try:

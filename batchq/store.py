@@ -361,12 +361,17 @@ class AsyncLink:
                 sock.close()
 
     def abort(self) -> None:
-        """Close the connection at once, from outside its loop's tasks."""
+        """Break the connection at once, from outside its loop's tasks; the task that reads it finds out."""
         self.broken = True
         writer = getattr(self._connection, "_writer", None)
         if writer is not None:
             with contextlib.suppress(Exception):
                 writer.transport.abort()
+
+    def drop(self) -> None:
+        """Break a connection that nobody reads any more."""
+        self.abort()
+        self._connection._writer = self._connection._reader = None
 
 
 def retry_delay(attempt: int, random: Callable[[], float]) -> float:

@@ -169,8 +169,8 @@ class Size(IntType):
                 f"{value!r} is no size; allowed are bytes, or a unit: KiB, MiB, GiB, KB, MB, GB", param, ctx
             )
         size = float(match[1]) * unit
-        if size != int(size):
-            self.fail(f"{value!r} is no whole number of bytes", param, ctx)
+        if not size.is_integer():  # infinity is not either
+            self.fail(f"{value!r} is not a whole number of bytes", param, ctx)
         return int(size)
 
 

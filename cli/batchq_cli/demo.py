@@ -28,12 +28,23 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from batchq_cli.common import (
+    EXIT_INTERRUPTED,
+    EXIT_NO_ANSWER,
+    EXIT_NO_REDIS_SERVER,
+    EXIT_OK,
+    EXIT_REDIS_AUTH,
+    EXIT_REDIS_DOWN,
+    EXIT_TERMINATED,
+    EXIT_UNEXPECTED,
+    EXIT_USAGE,
+    CliError,
+    Described,
+    json_option,
+)
 from batchq_cli.embedded import EmbeddedRedis, bound_to_parent
 
 MODEL: Final = "batchq_cli.digits.model:load"
-EXIT_FAILED: Final = 1
-EXIT_INTERRUPTED: Final = 130
-EXIT_TERMINATED: Final = 143
 START_TIMEOUT: Final = 120.0
 CALL_TIMEOUT: Final = 30.0
 STOP_TIMEOUT: Final = 30.0
@@ -42,12 +53,6 @@ BAR_WIDTH: Final = 40
 BINS: Final = 8
 
 T = TypeVar("T")
-
-
-class DemoError(click.ClickException):
-    """The demo cannot go on; the message says why and quotes the worker."""
-
-    exit_code = EXIT_FAILED
 
 
 class WorkerEndedError(Exception):
@@ -251,9 +256,12 @@ async def measure(url: str, log: Path, *, seconds: float, concurrency: int) -> d
                 worker, both_phases(client, queue, seconds=seconds, concurrency=concurrency)
             )
         except WorkerEndedError as error:
-            raise DemoError(f"the worker ended with exit code {error.code}. Its log:\n{tail(log)}") from None
-        except BatchqError as error:
-            raise DemoError(f"{type(error).__name__}: {error}\nThe worker's log:\n{tail(log)}") from error
+            show_log(log)
+            message = f"the worker ended with exit code {error.code}; its log is above"
+            raise CliError(message, EXIT_UNEXPECTED) from None
+        except BatchqError:
+            show_log(log)
+            raise
 
 
 async def both_phases(client: Any, queue: str, *, seconds: float, concurrency: int) -> dict[str, Any]:
@@ -282,10 +290,10 @@ async def both_phases(client: Any, queue: str, *, seconds: float, concurrency: i
     }
 
 
-def tail(log: Path) -> str:
-    """Return the last lines of a log, indented."""
+def show_log(log: Path) -> None:
+    """Print the last lines of the worker's log to stderr."""
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    return "\n".join(f"  {line}" for line in lines) or "  (empty)"
+    click.echo("\n".join(["the worker's log:", *(f"  {line}" for line in lines or ["(empty)"])]), err=True)
 
 
 @contextlib.contextmanager
@@ -303,13 +311,32 @@ def sigterm_exits() -> Iterator[None]:
 
 
 def check_installed() -> None:
-    """Raise DemoError where a package of the ``demo`` extra is missing."""
+    """Raise CliError where a package of the ``demo`` extra is missing."""
     missing = [name for name in ("numpy", "sklearn", "torch") if importlib.util.find_spec(name) is None]
     if missing:
-        raise DemoError(f"the demo needs {', '.join(missing)}; run: pip install 'batchq-redis[demo]'")
+        remedy = "run: pip install 'batchq-redis[demo]'"
+        raise CliError(f"the demo needs {', '.join(missing)}; {remedy}", EXIT_UNEXPECTED)
 
 
-@click.command()
+@click.command(
+    cls=Described,
+    examples=[
+        "batchq demo",
+        "batchq demo --concurrency 256 --seconds 20",
+        "BATCHQ_MAX_BATCH_SIZE=8 batchq demo --json",
+    ],
+    exit_codes=[
+        EXIT_OK,
+        EXIT_UNEXPECTED,
+        EXIT_USAGE,
+        EXIT_REDIS_AUTH,
+        EXIT_REDIS_DOWN,
+        EXIT_NO_ANSWER,
+        EXIT_NO_REDIS_SERVER,
+        EXIT_INTERRUPTED,
+        EXIT_TERMINATED,
+    ],
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(0.2, 600),
@@ -330,36 +357,23 @@ def check_installed() -> None:
     metavar="URL",
     help="Use this Redis.  [default: a private one, started and stopped here]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@json_option
 def demo(seconds: float, concurrency: int, redis_url: str | None, as_json: bool) -> None:
-    r"""Show what batching does: many callers, one image each, one worker.
+    """Show what batching does: many callers, one image each, one worker.
 
     Reads handwritten digits with a small torch model and prints accuracy, requests/s, latencies and batch
-    sizes, beside the same work one request at a time.
-
-    \b
-    Examples:
-      batchq demo
-      batchq demo --concurrency 256 --seconds 20
-      BATCHQ_MAX_BATCH_SIZE=8 batchq demo --json
-
-    \b
-    Exit codes:
-      0 done, 1 the worker failed (its log is shown), 69 no Redis server found, 130 Ctrl-C, 143 SIGTERM
+    sizes, beside the same work one request at a time. A worker that fails is shown with its log.
     """
     check_installed()
-    try:
-        with sigterm_exits(), tempfile.TemporaryDirectory(prefix="batchq-demo-") as folder:
-            log = Path(folder, "worker.log")
-            if redis_url is not None:
-                figures = asyncio.run(measure(redis_url, log, seconds=seconds, concurrency=concurrency))
-            else:
-                with EmbeddedRedis() as redis:
-                    click.echo(f"embedded Redis on port {redis.port}", err=True)
-                    figures = asyncio.run(measure(redis.url, log, seconds=seconds, concurrency=concurrency))
-    except KeyboardInterrupt:
-        click.echo("\nstopped", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+    with sigterm_exits(), contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="batchq-demo-"))
+        url = redis_url
+        if url is None:
+            redis = stack.enter_context(EmbeddedRedis())
+            click.echo(f"embedded Redis on port {redis.port}", err=True)
+            url = redis.url
+        work = measure(url, Path(folder, "worker.log"), seconds=seconds, concurrency=concurrency)
+        figures = asyncio.run(work)
     if as_json:
         click.echo(json.dumps(figures, indent=2))
     else:

@@ -23,9 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-import click
+from batchq_cli.common import EXIT_NO_REDIS_SERVER, CliError
 
-EXIT_NO_REDIS: Final = 69  # EX_UNAVAILABLE of sysexits.h
 HOST: Final = "127.0.0.1"
 START_TIMEOUT: Final = 30.0
 ATTEMPTS: Final = 10
@@ -45,10 +44,11 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
-class EmbeddedRedisError(click.ClickException):
+class EmbeddedRedisError(CliError):
     """No Redis server could be found or started; the message has the remedy or the server's own words."""
 
-    exit_code = EXIT_NO_REDIS
+    def __init__(self, message: str) -> None:
+        super().__init__(message, EXIT_NO_REDIS_SERVER)
 
 
 def find_server() -> str:

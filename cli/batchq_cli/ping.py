@@ -47,6 +47,8 @@ T = TypeVar("T")
 OLDEST: Final = (6, 2)
 """The oldest version of Redis that has what batchq needs."""
 ROUND_TRIPS: Final = 20
+RIGHTS: Final = "~batchq:* +@all -@dangerous +info +client|unblock"
+"""What a user of Redis needs, clients and workers together, as ACL SETUSER wants it."""
 
 _WORST_FIRST: Final = (EXIT_REDIS_AUTH, EXIT_REDIS_DOWN, EXIT_REDIS_SETTING, EXIT_NO_ANSWER)
 
@@ -142,7 +144,7 @@ class Examination:
 
     def _refused(self, error: BackendAuthError) -> None:
         if type(error.__cause__).__name__ == "NoPermissionError":
-            remedy = f"ACL SETUSER … ~{self._keys.prefix.decode()}* ~batchq:queues +@all -@dangerous +info"
+            remedy = f"ACL SETUSER … {RIGHTS}"
             self._add("rights", "wrong", error.message, remedy, EXIT_REDIS_AUTH)
         else:
             remedy = "redis://USER:PASSWORD@HOST:PORT/0, best in BATCHQ_REDIS_URL"
@@ -305,9 +307,8 @@ def ping(redis_url: str, queue: str, need_worker: bool, timeout: float, as_json:
             remedy = f" -> {check.remedy}" if check.remedy else ""
             click.echo(f"{mark:5}  {check.name:11}  {one_line(check.detail)}{remedy}")
     if wrong:
-        code = next(code for code in _WORST_FIRST if code in {check.exit_code for check in wrong})
-        names = ", ".join(check.name for check in wrong)
-        raise CliError(f"{names}: not as batchq needs it at {examination.endpoint.name}", code)
+        worst = min(wrong, key=lambda check: _WORST_FIRST.index(check.exit_code))
+        raise CliError(f"{worst.name}: {worst.detail}", worst.exit_code)
 
 
 def _report(examination: Examination, queue: str, fit: bool) -> dict[str, Any]:

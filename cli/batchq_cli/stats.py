@@ -157,7 +157,8 @@ def _rows(stats: QueueStats, rates: Rates | None) -> Iterator[str]:
     yield f"pending     {pending:,} of {stats.capacity:,}: {lanes}; oldest {show_duration(stats.oldest_age)}"
     yield f"in flight   {stats.in_flight:,} batches; {stats.solo:,} requests to run alone"
     yield f"rates       in {_rate(rates, 'in')}, out {out}; batches of {stats.mean_batch_size:.3g}"
-    yield f"totals      {stats.accepted:,} accepted, {stats.completed:,} answered, {stats.failed:,} failed of these"
+    answered = f"{stats.completed:,} answered, {stats.failed:,} of them with an error"
+    yield f"totals      {stats.accepted:,} accepted, {answered}"
     yield f"refused     {stats.rejected:,} full, {stats.expired:,} expired; {stats.dead:,} dead letters"
     if not stats.workers:
         yield "workers     none is alive"

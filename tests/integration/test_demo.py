@@ -17,7 +17,9 @@ import pytest
 from click.testing import CliRunner
 
 from batchq_cli import demo
+from batchq_cli.common import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UNEXPECTED
 from batchq_cli.embedded import EmbeddedRedis
+from batchq_cli.main import main
 
 needs_the_demo_extra = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("numpy", "sklearn", "torch")),
@@ -159,9 +161,13 @@ def test_the_callers_process_does_not_import_the_model_or_its_libraries() -> Non
 
 
 def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    result = CliRunner().invoke(demo.demo, [])
-    assert result.exit_code == demo.EXIT_FAILED
+    find_spec = importlib.util.find_spec
+    missing = ("numpy", "sklearn", "torch")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name)
+    )
+    result = CliRunner().invoke(main, ["demo"])
+    assert result.exit_code == EXIT_UNEXPECTED
     assert "numpy, sklearn, torch; run: pip install 'batchq-redis[demo]'" in result.output
 
 
@@ -199,10 +205,10 @@ def test_it_uses_the_redis_that_it_is_given_and_leaves_it_running() -> None:
 @needs_the_demo_extra
 def test_a_worker_that_cannot_start_is_shown_with_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODEL", "batchq_cli.digits.model:lod")
-    result = CliRunner().invoke(demo.demo, [])
-    assert result.exit_code == demo.EXIT_FAILED
+    result = CliRunner().invoke(main, ["demo"])
+    assert result.exit_code == EXIT_UNEXPECTED
     assert "the worker ended with exit code" in result.output
-    assert "lod" in result.output.partition("Its log:")[2]
+    assert "lod" in result.output.partition("the worker's log:")[2]
 
 
 @linux_only
@@ -210,10 +216,10 @@ def test_a_worker_that_cannot_start_is_shown_with_its_log(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("moment", "number", "code"),
     [
-        ("embedded Redis", signal.SIGINT, demo.EXIT_INTERRUPTED),
-        ("waiting for the worker", signal.SIGTERM, demo.EXIT_TERMINATED),
-        ("one at a time:", signal.SIGINT, demo.EXIT_INTERRUPTED),
-        ("one at a time:", signal.SIGTERM, demo.EXIT_TERMINATED),
+        ("embedded Redis", signal.SIGINT, EXIT_INTERRUPTED),
+        ("waiting for the worker", signal.SIGTERM, EXIT_TERMINATED),
+        ("one at a time:", signal.SIGINT, EXIT_INTERRUPTED),
+        ("one at a time:", signal.SIGTERM, EXIT_TERMINATED),
     ],
 )
 def test_stopped_at_any_time_it_leaves_no_process_and_no_folder(

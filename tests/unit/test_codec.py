@@ -22,7 +22,7 @@ from batchq.codec import DecodeError
 from batchq.errors import EncodeError
 
 INTS = st.integers(-(2**63), 2**64 - 1)
-DATETIMES = st.datetimes(
+DATETIMES = st.datetimes(  # fold does not cross the wire: == does not see it either
     timezones=st.one_of(
         st.none(),
         st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)).map(datetime.timezone),
@@ -47,9 +47,9 @@ def round_trip(value: object) -> object:
     return codec.unpack(codec.pack(value))
 
 
-def nested(depth: int, around: object = None) -> object:
-    value = around
-    for _ in range(depth):
+def nested(depth: int) -> object:
+    value: object = []
+    for _ in range(depth - 1):
         value = [value]
     return value
 
@@ -357,7 +357,7 @@ def test_random_bytes_are_a_value_or_a_decode_error(data):
     reads_or_refuses(data)
 
 
-@given(st.sampled_from([codec.EXT_ARRAY, codec.EXT_DATETIME, 3, -1]), st.binary(max_size=80))
+@given(st.sampled_from([codec.EXT_ARRAY, codec.EXT_DATETIME, 3, 127]), st.binary(max_size=80))
 @settings(max_examples=500)
 def test_random_bytes_in_an_extension_are_a_value_or_a_decode_error(code, data):
     reads_or_refuses(ext(code, data))

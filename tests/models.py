@@ -1,0 +1,83 @@
+"""Models for the tests, in a user's form."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def echo():
+    return lambda inputs: inputs
+
+
+def sizes():
+    """Each answer is the size of its batch."""
+    return lambda inputs: [len(inputs)] * len(inputs)
+
+
+def slow(seconds="0.05"):
+    def predict(inputs):
+        time.sleep(float(seconds))
+        return inputs
+
+    return predict
+
+
+def gate(path):
+    """Writes ``<path>/started``, then waits until ``<path>/open`` exists."""
+    folder = Path(path)
+
+    def predict(inputs):
+        with open(folder / "started", "a") as file:
+            file.writelines(f"{value}\n" for value in inputs)
+        while not (folder / "open").exists():
+            time.sleep(0.005)
+        return inputs
+
+    return predict
+
+
+def fails_for_bad():
+    def predict(inputs):
+        if "bad" in inputs:
+            raise ValueError("this input is bad")
+        return [value.upper() if isinstance(value, str) else value for value in inputs]
+
+    return predict
+
+
+def dies_of_poison():
+    def predict(inputs):
+        if "poison" in inputs:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inputs
+
+    return predict
+
+
+def dict_of_lists():
+    return lambda inputs: {"a": inputs, "b": inputs}
+
+
+def too_few():
+    return lambda inputs: inputs[:-1]
+
+
+def holds_the_gil(seconds="6"):
+    """Keeps every other thread of its process from running, as a C extension can."""
+    import ctypes
+
+    libc = ctypes.PyDLL(None)
+
+    def predict(inputs):
+        if "hold" in inputs:
+            libc.usleep(int(float(seconds) * 1e6))
+        return inputs
+
+    return predict
+
+
+def cannot_load():
+    raise RuntimeError("no such weights")
