@@ -71,7 +71,8 @@ class Commands(Described, click.Group):
                 raise
             code = exit_code(error)
             # a setting's message names it; of other errors the type is what a program would catch
-            _fail(ctx, str(error) if code == EXIT_USAGE else f"{type(error).__name__}: {error}", code)
+            public = next(cls for cls in type(error).__mro__ if cls.__module__ == BatchqError.__module__)
+            _fail(ctx, str(error) if code == EXIT_USAGE else f"{public.__name__}: {error}", code)
 
 
 def _fail(ctx: click.Context, message: str, code: int) -> NoReturn:
