@@ -35,6 +35,7 @@ class Ledger:
     wrong: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     poisoned: int = 0
+    faults: collections.Counter[str] = field(default_factory=collections.Counter)
     executions: collections.Counter[int] = field(default_factory=collections.Counter)
 
     def check(self, *, poison: int = 0) -> None:
@@ -50,7 +51,7 @@ class Ledger:
         most = max(self.executions.values(), default=0)
         return (
             f"asked {self.asked}, answered {self.answered}, lost {len(self.lost)}, wrong {len(self.wrong)}, dead letters "
-            f"{self.poisoned}, run again {again} (one request at most {most} times)"
+            f"{self.poisoned}, run again {again} (one request at most {most} times); faults {dict(self.faults)}"
         )
 
 
@@ -181,7 +182,9 @@ class Stack:
         started = time.monotonic()
         while faults and time.monotonic() - started < seconds - every:
             await asyncio.sleep(every * (0.5 + self.random.random()))
-            await self.random.choice(faults)()
+            fault = self.random.choice(faults)
+            self.ledger.faults[fault.__name__] += 1
+            await fault()
         self.proxy.drop, self.proxy.delay, self.proxy.refuse = 0.0, 0.0, False
         await asyncio.gather(load, *poisons)
         self.ledger.executions.update(int(line) for line in self._runs.read_text().split())
@@ -278,6 +281,59 @@ class Stack:
             keep = size - int(size * 0.2 * self.random.random()) - 1
             os.truncate(path, max(0, keep))
         self.redis.start()
+
+    async def fail_over_to_a_lagging_replica(self) -> None:
+        """The primary dies, and a replica that has missed its last 0.3 s takes over."""
+        replica = EmbeddedRedis("--replicaof", f"127.0.0.1 {self.redis.port}")
+        replica.start()
+        with redis_py.Redis(port=replica.port, protocol=2) as other:
+            deadline = time.monotonic() + 10
+            while other.info("replication")["master_link_status"] != "up":
+                assert time.monotonic() < deadline, "the replica does not come up"
+                await asyncio.sleep(0.02)
+            other.execute_command("REPLICAOF", "NO", "ONE")
+        await asyncio.sleep(0.3)  # what the primary confirms from here on, the replica never sees
+        self.redis.close()
+        self.raw.close()
+        self.redis = replica
+        self.raw = redis_py.Redis(port=replica.port, protocol=2)
+        self.proxy.target_port = replica.port
+        self.proxy.cut()
+
+    async def fill_memory(self) -> None:
+        """Redis is at maxmemory for half a second."""
+        self.raw.config_set("maxmemory", 1)
+        await asyncio.sleep(0.5)
+        self.raw.config_set("maxmemory", 0)
+
+    async def become_read_only(self) -> None:
+        """Redis is a replica without a primary for half a second: READONLY."""
+        self.raw.execute_command("REPLICAOF", "127.0.0.1", "1")
+        await asyncio.sleep(0.5)
+        self.raw.execute_command("REPLICAOF", "NO", "ONE")
+
+    async def lack_replicas(self) -> None:
+        """Redis wants a replica that is not there for half a second: NOREPLICAS."""
+        self.raw.config_set("min-replicas-to-write", 1)
+        await asyncio.sleep(0.5)
+        self.raw.config_set("min-replicas-to-write", 0)
+
+    async def be_slow(self) -> None:
+        """Each reply takes up to 50 ms for a second."""
+        self.proxy.delay = 0.05
+        await asyncio.sleep(1)
+        self.proxy.delay = 0.0
+
+    async def forget_scripts(self) -> None:
+        """SCRIPT FLUSH, as after a failover."""
+        self.raw.script_flush()
+
+    async def be_unreachable(self) -> None:
+        """All connections are cut, and new ones refused, for half a second."""
+        self.proxy.refuse = True
+        self.proxy.cut()
+        await asyncio.sleep(0.5)
+        self.proxy.refuse = False
 
     # --- what is left ---
 

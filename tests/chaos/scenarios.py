@@ -52,6 +52,15 @@ async def redis_loses_everything(*, seed: int, seconds: float) -> Ledger:
     return await _run(Stack(seed), seconds, "restart_redis")
 
 
+async def redis_fails_over(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed), seconds, "fail_over_to_a_lagging_replica")
+
+
+async def redis_refuses(*, seed: int, seconds: float) -> Ledger:
+    faults = ("fill_memory", "become_read_only", "lack_replicas", "be_slow", "forget_scripts", "be_unreachable")
+    return await _run(Stack(seed), seconds, *faults, every=0.6)
+
+
 async def two_requests_are_poison(*, seed: int, seconds: float) -> Ledger:
     return await _run(Stack(seed), seconds, poison=2)
 
@@ -79,6 +88,8 @@ SCENARIOS: dict[str, Scenario] = {
         redis_restarts_with_aof,
         redis_loses_its_last_writes,
         redis_loses_everything,
+        redis_fails_over,
+        redis_refuses,
         two_requests_are_poison,
         all_of_it_happens_together,
     )
