@@ -92,7 +92,7 @@ def call(
     if bytes_file is not None:
         value = bytes_file.read()
     elif file is not None:
-        value = parse_json(file.read(), file.name)
+        value = parse_json(file.read(), getattr(file, "name", "standard input"))
     elif text == "-":
         value = parse_json(sys.stdin.read(), "standard input")
     else:

@@ -808,7 +808,7 @@ def test_finish_publishes_the_replies_and_forgets_the_batch(queue: Queue, finish
     own = b"o" * 16
     assert queue.call(finish(queue.keys, "b", answers(requests, [(own, 9000)], failed=2))) is True
     state = queue.dump()
-    assert set(state) == {f"replies:{CLIENT}", f"reply:{own.hex()}", "counters", "producer:p"}
+    assert set(state) == {f"replies:{CLIENT}", f"reply:{own.hex()}", "counters", "producer:p", "wake"}
     [[_, data]] = state[f"replies:{CLIENT}"]
     assert [(reply.id, reply.value) for reply in wire.decode_replies(data)] == [(r.id, "answer") for r in requests]
     assert state[f"reply:{own.hex()}"] == [wire.encode_reply(own, "own")]
@@ -829,7 +829,7 @@ def test_a_batch_of_nothing_to_answer_is_finished_too(queue: Queue, finish):
     queue.push(outgoing(4), "", "1")
     queue.take()
     assert queue.call(finish(queue.keys, "b", Answers({}, [], 0))) is True
-    assert set(queue.dump()) == {"counters", "producer:p"}
+    assert set(queue.dump()) == {"counters", "producer:p", "wake"}
 
 
 @both_finishes
@@ -947,7 +947,7 @@ def test_recover_moves_a_dead_workers_batch_in_front_of_solo(queue: Queue, form)
     queue.drink_token()
     queue.raw("SET", queue.key("want"), 4)
     recovered = queue.call(commands.recover(queue.keys, "b", seen_end="", dead_worker="w1", lease_us=5_000_000))
-    assert (recovered.outcome, recovered.count) == ("moved", 4)
+    assert (recovered.outcome, recovered.requests) == ("moved", 4)
     assert queue.ids("s") == ids(requests) + waiting
     heads = queue.raw("LRANGE", queue.key("heads:solo"), 0, 3)
     for head in heads:
@@ -1002,7 +1002,7 @@ def test_deaths_in_company_never_make_a_dead_letter(queue: Queue):
     for death in range(4):
         queue.take(f"b{death}")
         recovered = queue.call(commands.recover(queue.keys, f"b{death}", seen_end="", dead_worker="w", lease_us=1))
-        assert (recovered.outcome, recovered.count) == ("moved", 4)
+        assert (recovered.outcome, recovered.requests) == ("moved", 4)
         # back into company, as a worker that is told to stop would put them
         queue.raw("RENAME", queue.keys.solo, queue.keys.requests["n"])
         queue.raw("RENAME", queue.key("heads:solo"), queue.keys.heads["n"])
@@ -1236,19 +1236,6 @@ def test_stats_show_depth_age_totals_and_live_workers(queue: Queue):
 # --- a server that has forgotten the scripts --------------------------------------------------------------------------
 
 
-def test_every_verb_works_on_a_server_that_has_forgotten_the_scripts(queue: Queue):
-    def forgotten() -> Queue:
-        queue.raw("SCRIPT", "FLUSH")
-        return queue
-
-    requests = outgoing(4)
-    pushed = forgotten().push(requests, "", "1", consistent=False)
-    assert (pushed.outcome, pushed.admitted) == ("ok", {"n": 4})
-    # the orphans of the first try stand in front, and are dropped
-    assert taken_ids(forgotten().take("a", options=queue.options(max_delay_us=0))) == requests and ids(requests) or True
-    assert forgotten().call(commands.release(queue.keys, "a"), consistent=False) >= 4
-
-
 @every_form
 def test_a_push_to_a_server_that_has_forgotten_the_scripts_is_not_doubled(queue: Queue, form):
     requests, more = outgoing(3), outgoing(2)
@@ -1293,7 +1280,7 @@ def test_the_workers_verbs_work_on_a_server_that_has_forgotten_the_scripts(queue
         assert flushed(commands.release(queue.keys, form)) == 4
     queue.take()
     recover = commands.recover(queue.keys, "b", seen_end="", dead_worker="w1", lease_us=1)
-    assert flushed(recover).count == 4
+    assert flushed(recover).requests == 4
     assert flushed(commands.forget(queue.keys, pending[:1])) == 1
     queue.take()
     assert flushed(commands.finish_at_maxmemory(queue.keys, "b", Answers({}, [], 1))) is True
@@ -1424,7 +1411,7 @@ def test_at_maxmemory_batches_are_released_and_recovered(real_queue: Queue, full
     full_memory()
     assert queue.call(commands.release(queue.keys, "b")) == 4
     recover = commands.recover(queue.keys, "a", seen_end="", dead_worker="w1", lease_us=1)
-    assert queue.call(recover).count == 4
+    assert queue.call(recover).requests == 4
     assert (queue.ids("n"), queue.ids("s")) == (ids(requests[4:]), ids(requests[:4]))
     queue.drink_token()
     assert queue.call(commands.nudge(queue.keys)) == 8

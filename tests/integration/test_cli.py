@@ -52,12 +52,6 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def own_server() -> Iterator[type[EmbeddedRedis]]:
-    """The class, to start servers with settings of a test's own; the others' stays as it is."""
-    yield EmbeddedRedis
-
-
 def run(*args: str, stdin: str | bytes | None = None) -> Result:
     return CliRunner().invoke(main, args, prog_name="batchq", input=stdin)
 
@@ -291,10 +285,8 @@ def test_ping_of_a_server_that_accepts_and_says_nothing_ends_in_time() -> None:
             assert_error(run(name, "--redis", url, "--timeout", "100ms"), 6, "has not answered within 0.1 s")
 
 
-def test_a_wrong_password_exits_with_4_everywhere(
-    own_server: type[EmbeddedRedis], start_worker: StartWorker
-) -> None:
-    with own_server("--requirepass", "hunter2") as server:
+def test_a_wrong_password_exits_with_4_everywhere(start_worker: StartWorker) -> None:
+    with EmbeddedRedis("--requirepass", "hunter2") as server:
         good = server.url.replace("redis://", "redis://:hunter2@")
         bad = server.url.replace("redis://", "redis://:letmein@")
         for url in (bad, server.url):
@@ -311,10 +303,8 @@ def test_a_wrong_password_exits_with_4_everywhere(
         assert "hunter2" not in result.output
 
 
-def test_a_user_without_rights_is_told_which_and_they_suffice(
-    own_server: type[EmbeddedRedis], start_worker: StartWorker
-) -> None:
-    with own_server() as server, redis.Redis(port=server.port, protocol=2) as admin:
+def test_a_user_without_rights_is_told_which_and_they_suffice(start_worker: StartWorker) -> None:
+    with EmbeddedRedis() as server, redis.Redis(port=server.port, protocol=2) as admin:
         admin.execute_command("ACL", "SETUSER", "app", "on", ">secret", "+ping", "+select", "+client")
         url = server.url.replace("redis://", "redis://app:secret@")
         result = run("ping", "--redis", url)
@@ -326,36 +316,34 @@ def test_a_user_without_rights_is_told_which_and_they_suffice(
         assert answer_of(run("call", "1", "--redis", url)) == 1
 
 
-def test_a_redis_that_may_evict_requests_is_not_fit(
-    own_server: type[EmbeddedRedis], start_worker: StartWorker
-) -> None:
-    with own_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru") as server:
+def test_a_redis_that_may_evict_requests_is_not_fit(start_worker: StartWorker) -> None:
+    with EmbeddedRedis("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru") as server:
         result = run("ping", "--redis", server.url, "--json")
         assert_error(result, 7, "eviction: allkeys-lru")
         assert states(result)["eviction"] == "wrong"
         assert start_worker("tests.models:echo", url=server.url, wait=False).process.wait(30) == 5
 
 
-def test_a_replica_is_not_fit_and_its_primary_is_named(
-    own_server: type[EmbeddedRedis], redis_server: EmbeddedRedis
-) -> None:
-    with own_server("--replicaof", "127.0.0.1", str(redis_server.port)) as server:
+def test_a_replica_is_not_fit_and_its_primary_is_named(redis_server: EmbeddedRedis) -> None:
+    with EmbeddedRedis("--replicaof", "127.0.0.1", str(redis_server.port)) as server:
         result = run("ping", "--redis", server.url)
         assert result.exit_code in (6, 7)  # 6 while it loads its primary's data
         if result.exit_code == 7:
             assert f"use 127.0.0.1:{redis_server.port}" in result.stdout
 
 
-def test_ping_says_where_it_cannot_look(own_server: type[EmbeddedRedis]) -> None:
-    with own_server("--rename-command", "INFO", "") as server:
-        result = run("ping", "--redis", server.url, "--json")
+def test_ping_says_where_it_cannot_look() -> None:
+    with EmbeddedRedis() as server, redis.Redis(port=server.port, protocol=2) as admin:
+        admin.execute_command("ACL", "SETUSER", "app", "on", ">secret", *RIGHTS.split(), "-info")
+        url = server.url.replace("redis://", "redis://app:secret@")
+        result = run("ping", "--redis", url, "--json")
         assert result.exit_code == 0
         found = states(result)
         assert [found[name] for name in ("version", "eviction", "persistence")] == ["unknown"] * 3
 
 
-def test_ping_warns_that_redis_is_full(own_server: type[EmbeddedRedis]) -> None:
-    with own_server() as server:
+def test_ping_warns_that_redis_is_full() -> None:
+    with EmbeddedRedis() as server:
         assert run("ping", "--redis", server.url).exit_code == 0  # the scripts are known from here on
         with redis.Redis(port=server.port, protocol=2) as admin:
             admin.config_set("maxmemory", 1024)
