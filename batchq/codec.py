@@ -51,11 +51,12 @@ def _default(value: Any) -> Any:
             return value.item()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _pack_array(_tensor_to_array(value))
+        return _pack_array(tensor_to_array(value))
     raise TypeError(type(value).__name__)
 
 
-def _tensor_to_array(tensor: Any) -> Any:
+def tensor_to_array(tensor: Any) -> Any:
+    """Return a torch tensor's values as a numpy array, on the CPU; bfloat16 becomes float32."""
     tensor = tensor.detach().cpu()
     if str(tensor.dtype) == "torch.bfloat16":  # numpy has no such type; float32 holds each of its values
         tensor = tensor.float()

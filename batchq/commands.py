@@ -467,24 +467,34 @@ class Answers:
         return found
 
 
-def finish(keys: Keys, batch: str, answers: Answers) -> Call[bool]:
-    """Publish the replies and forget the batch, in one MULTI; False where its lease was lost before."""
-    commands = [
-        pack(b"ZREM", keys.leases, batch.encode()),
-        pack(b"UNLINK", keys.batch(batch), keys.batch_heads(batch)),
-    ]
+def _publish(keys: Keys, answers: Answers) -> list[bytes]:
+    """Return the commands that append the replies."""
+    commands = []
     ttl = _number(answers.reply_ttl_ms)
     for client, replies in answers.entries():
         stream = keys.replies(client)
         commands += (pack(b"XADD", stream, b"*", b"r", replies), pack(b"PEXPIRE", stream, ttl))
-    for id, ttl_ms, reply in answers.own:
+    for id, ttl_ms, reply in answers.own:  # noqa: A001
         key = keys.reply(id)
         commands += (pack(b"RPUSH", key, reply), pack(b"PEXPIRE", key, _number(ttl_ms)))
-    commands.append(pack(b"HINCRBY", keys.counters, b"completed", _number(answers.completed)))
+    return commands
+
+
+def _forget_batch(keys: Keys, batch: str) -> list[bytes]:
+    return [
+        pack(b"UNLINK", keys.batch(batch), keys.batch_heads(batch)),
+        pack(b"ZREM", keys.leases, batch.encode()),
+    ]
+
+
+def finish(keys: Keys, batch: str, answers: Answers) -> Call[bool]:
+    """Publish the replies and forget the batch, in one MULTI; False where its lease was lost before."""
+    counts = [pack(b"HINCRBY", keys.counters, b"completed", _number(answers.completed))]
     if answers.failed:
-        commands.append(pack(b"HINCRBY", keys.counters, b"failed", _number(answers.failed)))
-    payload, count = _transaction(commands)
-    return Call(payload, count, lambda replies: bool(_executed(replies)[0]))
+        counts.append(pack(b"HINCRBY", keys.counters, b"failed", _number(answers.failed)))
+    # the replies first and the lease last: a torn append-only file then leaves a batch that is run again, never one without an answer
+    payload, count = _transaction([*_publish(keys, answers), *counts, *_forget_batch(keys, batch)])
+    return Call(payload, count, lambda replies: bool(_executed(replies)[-1]))
 
 
 def finish_at_maxmemory(keys: Keys, batch: str, answers: Answers) -> Call[bool]:
@@ -554,29 +564,16 @@ def recover(keys: Keys, batch: str, *, seen_end: str, dead_worker: str, lease_us
 
 def bury(keys: Keys, batch: str, letters: Sequence[bytes], answers: Answers | None = None) -> Call[Any]:
     """Write dead letters, newest first; with ``answers`` also publish these and forget the batch, all in one MULTI."""
-    commands = []
-    if answers is not None:
-        commands.append(pack(b"ZREM", keys.leases, batch.encode()))
-        commands.append(pack(b"UNLINK", keys.batch(batch), keys.batch_heads(batch)))
-        for client, replies in answers.entries():
-            stream = keys.replies(client)
-            commands += (
-                pack(b"XADD", stream, b"*", b"r", replies),
-                pack(b"PEXPIRE", stream, _number(answers.reply_ttl_ms)),
-            )
-        for id, ttl_ms, reply in answers.own:
-            commands += (
-                pack(b"RPUSH", keys.reply(id), reply),
-                pack(b"PEXPIRE", keys.reply(id), _number(ttl_ms)),
-            )
-    commands += (
+    write = [
         pack(b"LPUSH", keys.dead, *letters),
         pack(b"LTRIM", keys.dead, b"0", _number(DEAD_LETTERS - 1)),
         pack(b"EXPIRE", keys.dead, _number(DEAD_TTL_S)),
         pack(b"HINCRBY", keys.counters, b"dead", _number(len(letters))),
-    )
-    payload, count = _transaction(commands)
-    return Call(payload, count, lambda replies: _executed(replies))
+    ]
+    if answers is not None:
+        write = [*_publish(keys, answers), *write, *_forget_batch(keys, batch)]
+    payload, count = _transaction(write)
+    return Call(payload, count, _executed)
 
 
 def renew(keys: Keys, batches: Iterable[str], lease_us: int) -> Call[dict[str, str]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Final, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 from batchq.errors import ConfigError
 from batchq.keys import check_queue_name
@@ -85,13 +85,9 @@ def check_extras(batch_key: object, cost: object, meta: object) -> None:
 
 
 def mask_url(url: str) -> str:
-    """Return the URL with its password replaced by ``***``, for logs and reprs."""
-    parts = urlsplit(url)
-    if not parts.password:
-        return url
-    user = parts.username or ""
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{user}:***@{host}"))
+    """Return the URL with its password, wherever it stands, replaced by ``***``, for logs and reprs."""
+    url = re.sub(r"(://[^:@/]*):[^/?#]*@", r"\1:***@", url)
+    return re.sub(r"([?&]password)=[^&]*", r"\1=***", url, flags=re.IGNORECASE)
 
 
 def resolve_url(url: str | None) -> str:

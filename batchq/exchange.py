@@ -18,7 +18,7 @@ from batchq.config import DAY, REPLY_TTL_MS
 from batchq.errors import BackendAuthError, BackendUnavailableError, BatchqError
 from batchq.requests import MAX_PUSH_BYTES, MAX_PUSH_REQUESTS, out_of_memory, outcome, refused, too_late
 from batchq.slots import SILENCE, Pool
-from batchq.store import OutOfMemory, retry_delay
+from batchq.store import LinkLostError, OutOfMemory, retry_delay
 
 T = TypeVar("T")
 
@@ -111,7 +111,6 @@ class Exchange:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._slot.give_up()
             if self._slot.connected:
                 self._clean_up()
         finally:
@@ -180,7 +179,7 @@ class Exchange:
         if self.stream and now - self._stepped_at > PAUSE:
             self._resume(now - self._stepped_at)
         until = next(iter(self.outstanding.values())).deadline
-        reading = False
+        reading, reused = False, self._slot.connected
         settled: Settled = []
         try:
             if now < until:
@@ -188,29 +187,30 @@ class Exchange:
                     self._look_at = 0.0  # Redis may be another one, or have lost something
                 if self._groups:
                     settled = self._push(min(until, now + SILENCE))
-                elif now >= self._look_at and self._slot.awaited is None:
+                elif now >= self._look_at:
                     self._look(min(until, now + SILENCE))
                 else:
                     reading = True
                     settled = self._read(until, now, block)
                 self.down, self._attempt = "", 0
         except OutOfMemory:
-            self.down, self.pool.refused_at = "", now
-            self._slot.give_up()
+            self.down = ""
             if reading:
                 settled = self._poll(until)
             elif self._groups:
                 settled = self._fail(self._groups.popleft(), out_of_memory)
         except BackendUnavailableError as error:
             self.pool.check_open()
-            self._slot.give_up()
             if isinstance(error, BackendAuthError):
                 first = next(iter(self.outstanding.values()))
                 raise BackendAuthError(error.message, request_id=first.id.hex()) from error
             if not (reading and time.monotonic() >= until):
                 self.down = error.message
                 self._attempt += 1
-                self.pool.pause(min(retry_delay(self._attempt, random.random), until - time.monotonic()))
+                if not reused or not isinstance(
+                    error, LinkLostError
+                ):  # a connection may have broken while it lay idle
+                    self.pool.pause(min(retry_delay(self._attempt, random.random), until - time.monotonic()))
         self._stepped_at = time.monotonic()
         return settled or self._expired(self._stepped_at)
 
@@ -236,10 +236,6 @@ class Exchange:
         if time.time() - self.pool.touched_at > 60:
             self.pool.touched_at = time.time()
             slot.before.append(commands.touch_queue(self.pool.keys, self.pool.touched_at).payload)
-        wait = None
-        expects = not (self.stream or group.jobs or group.force) and now < self._look_at
-        if expects and now - self.pool.refused_at > LOOK:
-            wait = self._wait_reply(now, until, LOOK)
         pushed = slot.ask(
             commands.push(
                 self.pool.keys,
@@ -265,10 +261,8 @@ class Exchange:
                 fail_fast=config.fail_fast,
             ),
             until,
-            then=wait,
         )
         if pushed.outcome == "gap":
-            slot.give_up()
             for request in group.requests:
                 request.number = 0
             group.position = None
@@ -283,9 +277,6 @@ class Exchange:
         settled: Settled = []
         left = dict(pushed.admitted or {})
         asked = len(group.requests) if group.whole else 1
-        if sum(left.values()) < len(group.requests):
-            self.pool.refused_at = time.monotonic()
-            self._slot.give_up()
         for request in group.requests:
             admitted = left.get(request.lane, 0) > 0
             if admitted:
@@ -322,19 +313,12 @@ class Exchange:
         self._silent_at = now + block + SILENCE
         return block
 
-    def _wait_reply(self, now: float, until: float, block: float) -> Call[bytes | None]:
-        request = next(iter(self.outstanding.values()))
-        return commands.wait_reply(self.pool.keys, request.id, self._block(now, until, block))
-
     def _read(self, until: float, now: float, block: float) -> Settled:
-        slot = self._slot
         if self.stream:
             return self._read_stream(until, now, block)
-        if slot.awaited is None:
-            wait = self._wait_reply(now, until, block)
-            data = slot.ask(wait, min(until, self._silent_at))
-        else:
-            data = slot.receive(min(until, self._silent_at))
+        request = next(iter(self.outstanding.values()))
+        wait = commands.wait_reply(self.pool.keys, request.id, self._block(now, until, block))
+        data = self._slot.ask(wait, min(until, self._silent_at))
         settled = self._answered([data] if data else [])
         if data and not settled:
             self.pool.pause(min(PAUSE, until - now))  # not a reply at all: whatever wrote it, do not spin

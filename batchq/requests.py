@@ -47,15 +47,21 @@ class Ids:
         return self._prefix + self._count.to_bytes(8, "big")
 
 
-def job_wire_id(job_id: object) -> bytes:
-    """Return the 16 bytes that stand for a job's id: 32 hex digits as they are, anything else by its BLAKE2b-128."""
+def check_job_id(job_id: object) -> str:
+    """Return the id if it may be a job's; raise ConfigError otherwise."""
     if not isinstance(job_id, str) or not 1 <= len(job_id) <= 256:
         raise ConfigError(
             f"id={job_id!r:.80}: allowed is a str of 1 to 256 characters, or None for a new random one"
         )
-    if _HEX_ID.fullmatch(job_id):
-        return bytes.fromhex(job_id)
-    return hashlib.blake2b(job_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return job_id
+
+
+def job_wire_id(job_id: object) -> bytes:
+    """Return the 16 bytes that stand for a job's id: 32 hex digits as they are, anything else by its BLAKE2b-128."""
+    checked = check_job_id(job_id)
+    if _HEX_ID.fullmatch(checked):
+        return bytes.fromhex(checked)
+    return hashlib.blake2b(checked.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def check_result_ttl(result_ttl: object) -> int:

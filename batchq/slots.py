@@ -16,7 +16,7 @@ from batchq.config import WORKER_ALIVE, ClientConfig
 from batchq.errors import BackendAuthError, BackendUnavailableError, ClientClosedError
 from batchq.keys import Keys
 from batchq.requests import Ids, new_name, no_worker_hint
-from batchq.store import CONNECT_TIMEOUT, Endpoint, Link, OutOfMemory, retry_delay
+from batchq.store import CONNECT_TIMEOUT, Endpoint, Link, LinkLostError, OutOfMemory, retry_delay
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class TimedLink(Link):
 class Slot:
     """What one call at a time holds: a connection, a producer's name and chain, and where its reply stream was read to."""
 
-    __slots__ = ("awaited", "before", "chain", "cursor", "ids", "link", "name")
+    __slots__ = ("before", "chain", "cursor", "ids", "link", "name")
 
     def __init__(self) -> None:
         self.link: TimedLink | None = None
@@ -55,7 +55,6 @@ class Slot:
         self.chain = Chain()
         self.ids = Ids()
         self.cursor = b"0-0"
-        self.awaited: Call[Any] | None = None
         self.before: list[bytes] = []
         """Commands of one answer each, of no interest, that go in front of the next ones."""
 
@@ -64,44 +63,20 @@ class Slot:
         """Whether the connection is open, as far as is known."""
         return self.link is not None and not self.link.broken
 
-    def ask(self, call: Call[T], until: float, *, then: Call[Any] | None = None) -> T:
-        """Carry a verb; without an answer by ``until`` the connection is closed, for one is on its way.
-
-        ``then`` is sent along, a system call saved; ``receive`` its answer before anything else is asked.
-        """
+    def ask(self, call: Call[T], until: float) -> T:
+        """Carry a verb; without an answer by ``until`` the connection is closed, for one is on its way."""
         link = self.link
         assert link is not None  # noqa: S101 - callers connect first
         skip, payload = len(self.before), b"".join((*self.before, call.payload))
         self.before.clear()
         link.limit(until)
-        if then is None:
-            link.send(payload, skip + call.answers)
-        else:
-            link.send(payload + then.payload, skip + call.answers + then.answers)
-        self.awaited = then
+        link.send(payload, skip + call.answers)
         answers = self._read(link, skip + call.answers, until)
-        if link.forgot_scripts(
-            answers
-        ):  # with ``then`` on its way this breaks the connection, and the caller tries again
+        if link.forgot_scripts(answers):
             link.limit(until)
             link.send(payload, skip + call.answers)
             answers = self._read(link, skip + call.answers, until)
         return link.parse(call, answers[skip:])
-
-    def receive(self, until: float) -> Any:
-        """Return the answer to what was sent along with the last verb."""
-        link, call = self.link, self.awaited
-        assert link is not None  # noqa: S101 - callers know that something is awaited
-        assert call is not None  # noqa: S101
-        self.awaited = None
-        link.limit(until)
-        return link.parse(call, self._read(link, call.answers, until))
-
-    def give_up(self) -> None:
-        """Close the connection if it owes an answer that nobody is going to read."""
-        if self.awaited is not None and self.link is not None:
-            self.link.close()
-        self.awaited = None
 
     @staticmethod
     def _read(link: TimedLink, count: int, until: float) -> list[Any]:
@@ -121,8 +96,6 @@ class Pool:
         self.hint = ""
         """What there is to tell about a queue without a live worker, as of the last look, which was at ``looked_at``."""
         self.looked_at = 0.0
-        self.refused_at = 0.0
-        """When a push was last refused: for a second nobody counts on being admitted."""
         self.touched_at = 0.0
         self._max = max_connections
         self._lock = threading.Lock()
@@ -186,7 +159,6 @@ class Pool:
         if slot.connected:
             return False
         slot.before.clear()
-        slot.awaited = None
         slot.cursor = b"0-0"
         slot.link = TimedLink.connect(self.endpoint, until - time.monotonic())
         try:
@@ -213,11 +185,14 @@ class Pool:
         attempt = 0
         try:
             while True:
+                reused = slot.connected
                 try:
                     self.connect(slot, deadline)
                     return slot.ask(call, min(deadline, time.monotonic() + SILENCE))
                 except BackendUnavailableError as error:
                     self.check_open()
+                    if reused and isinstance(error, LinkLostError) and time.monotonic() < deadline:
+                        continue  # it may have broken long ago, while it lay idle
                     attempt += 1
                     delay = retry_delay(attempt, random.random)
                     last = fatal or isinstance(error, (BackendAuthError, OutOfMemory))

@@ -50,6 +50,8 @@ class RefusedError(BackendUnavailableError):
     """Redis refused a command for now (LOADING, READONLY, NOREPLICAS, MISCONF …); nothing was changed."""
 
 
+# the last is what Redis 7 says to a client that has not logged in and sends a command of many parts
+_NOT_ALLOWED = ("WRONGPASS", "NOAUTH", "NOPERM", "Protocol error: unauthenticated")
 _FOR_NOW = (
     "LOADING",
     "READONLY",
@@ -144,7 +146,7 @@ def explain(error: BaseException, name: str) -> BatchqError:
     """Return batchq's error for one of redis-py's or the system's."""
     text = str(error) or type(error).__name__
     if isinstance(error, (AuthenticationError, AuthorizationError, NoPermissionError)) or text.startswith(
-        ("WRONGPASS", "NOAUTH", "NOPERM")
+        _NOT_ALLOWED
     ):
         return BackendAuthError(f"Redis at {name} refuses this user: {text}")
     if isinstance(error, OutOfMemoryError) or text.startswith("OOM"):
@@ -177,7 +179,11 @@ class Link:
         with self._errors():
             self._connection.connect()
             self.broken = False
-        self._load_missing()
+        try:
+            self._load_missing()
+        except BaseException:
+            self.close()
+            raise
 
     def _load_missing(self) -> None:
         missing = self._run(commands.scripts_known())
@@ -292,9 +298,9 @@ class AsyncLink:
         try:
             await self._connection.connect()
             self.broken = False
+            await self._load_missing()
         except BaseException as error:
             raise await self._closing(error) from error
-        await self._load_missing()
 
     async def _load_missing(self) -> None:
         missing = await self._run(commands.scripts_known())

@@ -44,7 +44,7 @@ from batchq.exchange import LOOK, PAUSE, Exchange, Extras, Request, Result, gath
 from batchq.requests import JOB_DEADLINE, check_result_ttl, job_wire_id, new_name, outcome, too_many
 from batchq.slots import SILENCE, Pool, Slot
 from batchq.stats import QueueStats, from_answers
-from batchq.store import Endpoint, OutOfMemory, retry_delay
+from batchq.store import Endpoint, LinkLostError, OutOfMemory, retry_delay
 
 DEFAULT_MAX_CONNECTIONS: Final = 256
 
@@ -90,7 +90,7 @@ class Job:
     def _wait(self, pool: Pool, slot: Slot, seconds: float, deadline: float) -> wire.Reply:
         down, attempt = "", 0
         while (now := time.monotonic()) < deadline:
-            waiting = False
+            waiting, reused = False, slot.connected
             try:
                 pool.connect(slot, deadline)
                 data, exists = slot.ask(
@@ -121,7 +121,8 @@ class Job:
                     raise
                 if not (waiting and time.monotonic() >= deadline):
                     down, attempt = error.message, attempt + 1
-                    pool.pause(min(retry_delay(attempt, random.random), deadline - time.monotonic()))
+                    if not reused or not isinstance(error, LinkLostError):
+                        pool.pause(min(retry_delay(attempt, random.random), deadline - time.monotonic()))
         if down:
             raise BackendUnavailableError(
                 f"{down}; gave up after {seconds:g} s", request_id=self._wire_id.hex()

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, cast
 
 from batchq import codec
+from batchq.calls import check_options
 from batchq.config import (
     DAY,
     DEFAULT_CAPACITY,
@@ -43,7 +44,7 @@ from batchq.errors import (
     RequestError,
     UnavailableError,
 )
-from batchq.local import DEFAULT_RESULT_TIMEOUT, check_job_id, check_options
+from batchq.requests import check_job_id
 from batchq.stats import QueueStats
 
 QUEUE: Final = "stub"
@@ -168,7 +169,7 @@ class _Stub:
 
     def _result(self, id: str, timeout: float | None) -> Any:
         self._check_open()
-        check_timeout(timeout, DEFAULT_RESULT_TIMEOUT)
+        check_timeout(timeout, DEFAULT_TIMEOUT)
         result = self._find(id)
         if isinstance(result, BatchqError):
             raise result.with_traceback(None)
@@ -451,7 +452,7 @@ class StubJob:
         """Return 'done', 'failed' or 'unknown'."""
         return self._stub._state(self.id)
 
-    def result(self, timeout: float | None = DEFAULT_RESULT_TIMEOUT) -> Any:
+    def result(self, timeout: float | None = DEFAULT_TIMEOUT) -> Any:
         """Return the answer, or raise the job's error, or JobNotFoundError."""
         return self._stub._result(self.id, timeout)
 
@@ -472,7 +473,7 @@ class AsyncStubJob:
         """Return 'done', 'failed' or 'unknown'."""
         return self._stub._state(self.id)
 
-    async def result(self, timeout: float | None = DEFAULT_RESULT_TIMEOUT) -> Any:
+    async def result(self, timeout: float | None = DEFAULT_TIMEOUT) -> Any:
         """Return the answer, or raise the job's error, or JobNotFoundError."""
         return self._stub._result(self.id, timeout)
 

@@ -13,9 +13,10 @@ if ARGV[2] ~= '' and (not lease or tonumber(lease) ~= tonumber(ARGV[2])) then
 end
 local heads = redis.call('LRANGE', source_heads, 0, -1)
 local n = math.min(#heads, redis.call('LLEN', source))
-redis.call('ZREM', prefix .. 'leases', batch)
+redis.call('DEL', prefix .. 'want') -- the first write has to be one that Redis allows at maxmemory
 if n == 0 then
   redis.call('UNLINK', source, source_heads)
+  redis.call('ZREM', prefix .. 'leases', batch)
   return {'none'}
 end
 local suffix = ';' .. ARGV[3] .. ';' .. int(now)
@@ -45,10 +46,10 @@ for i = n, 1, -1 do
   redis.call('LPUSH', LISTS.s[2], heads[i])
 end
 redis.call('UNLINK', source, source_heads)
+redis.call('ZREM', prefix .. 'leases', batch) -- last: see take
 redis.call('EXPIRE', LISTS.s[1], 604800)
 redis.call('EXPIRE', LISTS.s[2], 604800)
 add_pending_bytes(bytes_of(heads), n)
 redis.call('HINCRBY', prefix .. 'counters', 'recovered', n)
-redis.call('DEL', prefix .. 'want')
 leave_token()
 return {'moved', n}

@@ -3,7 +3,7 @@
 -- ARGV  1 batch
 -- Returns how many requests went back.
 local source, source_heads = prefix .. 'batch:' .. ARGV[1], prefix .. 'batch:' .. ARGV[1] .. ':heads'
-redis.call('ZREM', prefix .. 'leases', ARGV[1])
+redis.call('DEL', prefix .. 'want') -- the first write has to be one that Redis allows at maxmemory
 local heads = redis.call('LRANGE', source_heads, 0, -1)
 local n = math.min(#heads, redis.call('LLEN', source))
 for i = n, 1, -1 do
@@ -13,11 +13,11 @@ for i = n, 1, -1 do
   redis.call('LPUSH', LISTS[lane][2], heads[i])
 end
 redis.call('UNLINK', source, source_heads)
+redis.call('ZREM', prefix .. 'leases', ARGV[1]) -- last: see take
 if n > 0 then
   local still = pending()
   add_pending_bytes(bytes_of(heads), still)
   redis.call('HINCRBY', prefix .. 'counters', 'released', n)
-  redis.call('DEL', prefix .. 'want')
   leave_token()
 end
 return n

@@ -256,11 +256,12 @@ if form == 'light' and due and bytes > LIGHT_BYTES and not (#parts == 1 and part
   return {'bulk', now, n}
 end
 
--- Move payloads, unless the caller does. In the native form the largest part is renamed to `due` and stays where it is: the others, few,
--- are put in front of it. The caller's LMOVEs then take them all, and no more: `n` is ARGV[3], or the lanes are empty.
--- A request to be run alone is moved here, whatever the form: LMOVEs would take its neighbours too.
+-- In the native form the largest part is renamed to `due` and stays where it is: the others, few, are put in front of it. The caller's
+-- LMOVEs then take them all, and no more: `n` is ARGV[3], or the lanes are empty. A request to be run alone is moved here, whatever the
+-- form: LMOVEs would take its neighbours too.
+local native = form == 'native' and due
 local order = parts
-if form == 'native' and due then
+if native then
   local base = parts[1]
   for _, found in ipairs(parts) do
     if found.elements > base.elements then
@@ -274,8 +275,17 @@ if form == 'native' and due then
     end
   end
   order[#order + 1] = base
+end
+
+-- The lease first, then the batch's heads, the payloads, and only then the lanes' heads: a server that reads a torn append-only file may
+-- come up with the first few writes of this script alone, and whichever they are, recover finds what it needs.
+redis.call('ZADD', prefix .. 'leases', int(now + ARGV[5]), batch)
+for _, found in ipairs(order) do
+  push('RPUSH', target_heads, found.heads)
+end
+if native then
   redis.call('DEL', prefix .. 'due')
-  redis.call('RENAME', LISTS[base.lane][1], prefix .. 'due')
+  redis.call('RENAME', LISTS[order[#order].lane][1], prefix .. 'due')
   for i = #order - 1, 1, -1 do
     local requests, aside = LISTS[order[i].lane][1], prefix .. 'due:aside'
     for _ = 1, order[i].elements do
@@ -299,9 +309,7 @@ end
 local answer = {'batch', now, due and 'batch' or 'solo', 0}
 local dead = 0
 for _, found in ipairs(order) do
-  local heads = LISTS[found.lane][2]
-  push('RPUSH', target_heads, found.heads)
-  redis.call('LTRIM', heads, found.elements, -1)
+  redis.call('LTRIM', LISTS[found.lane][2], found.elements, -1)
   for i, head in ipairs(found.heads) do
     if found.fates[i] == '' then
       answer[#answer + 1] = head
@@ -313,7 +321,6 @@ for _, found in ipairs(order) do
   end
 end
 count_gone()
-redis.call('ZADD', prefix .. 'leases', int(now + ARGV[5]), batch)
 local still = pending()
 add_pending_bytes(-bytes - dropped_bytes, still)
 redis.call('HINCRBY', prefix .. 'counters', 'taken', n - dead)

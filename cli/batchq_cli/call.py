@@ -36,6 +36,7 @@ from batchq_cli.common import (
         'batchq call \'{"text": "what a day", "top": 3}\' --queue sentiment --timeout 2s',
         "batchq call --bytes-file cat.jpg | jq .label",
         "echo '[0.1, 0.2]' | batchq call -",
+        "batchq call -- -5",
     ],
     exit_codes=[
         EXIT_OK,
@@ -63,7 +64,7 @@ from batchq_cli.common import (
     type=click.Choice(["high", "normal", "low"]),
     default="normal",
     show_default=True,
-    help="The lane.",
+    help="Which requests go first.",
 )
 @click.option("--fail-fast", is_flag=True, help="Fail at once where no worker of the queue is alive.")
 @redis_option

@@ -35,7 +35,7 @@ EXIT_INTERRUPTED: Final = 130
 EXIT_TERMINATED: Final = 143
 
 EXIT_CODES: Final[dict[int, str]] = {
-    EXIT_OK: "all is well; a worker that was told to stop has drained",
+    EXIT_OK: "all is well; a worker ends so where it was told to stop",
     EXIT_UNEXPECTED: "an unexpected failure",
     EXIT_USAGE: "wrong usage, or a setting out of its range",
     EXIT_MODEL: "the model cannot be loaded, or fails its check",

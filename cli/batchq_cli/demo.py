@@ -387,7 +387,7 @@ def check_installed() -> None:
     "--redis",
     "redis_url",
     metavar="URL",
-    help="Use this Redis.  [default: a private one, started and stopped here]",
+    help="Use this Redis, which forgets the demo's queue after a week.  [default: a private one]",
 )
 @json_option
 def demo(seconds: float, concurrency: int, redis_url: str | None, as_json: bool) -> None:

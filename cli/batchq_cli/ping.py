@@ -47,8 +47,11 @@ T = TypeVar("T")
 OLDEST: Final = (6, 2)
 """The oldest version of Redis that has what batchq needs."""
 ROUND_TRIPS: Final = 20
-RIGHTS: Final = "~batchq:* +@all -@dangerous +info +client|unblock"
-"""What a user of Redis needs, clients and workers together, as ACL SETUSER wants it."""
+RIGHTS: Final = (
+    "~batchq:* +@read +@write +@scripting +@transaction +@connection +@blocking -@dangerous "
+    "+time +info +client|unblock"
+)
+"""What a worker's user of Redis needs, and more than a client's does, as ACL SETUSER wants it."""
 
 _WORST_FIRST: Final = (EXIT_REDIS_AUTH, EXIT_REDIS_DOWN, EXIT_REDIS_SETTING, EXIT_NO_ANSWER)
 

@@ -89,17 +89,22 @@ def _watch(client: Client, now: QueueStats, interval: float, as_json: bool) -> N
         if in_place:
             click.clear()
         click.echo(show(now, rates))
-        sys.stdout.flush()
+        before, since, now = now, seen, _next_look(client, seen, interval)
+        seen = time.monotonic()
+        rates = rates_between(before, now, seen - since)
+
+
+def _next_look(client: Client, seen: float, interval: float) -> QueueStats:
+    """Wait until the interval is over, and then until Redis answers."""
+    while True:
         time.sleep(max(0.0, seen + interval - time.monotonic()))
-        before, since = now, seen
         try:
-            now = client.stats()
+            return client.stats()
         except BackendAuthError:
             raise
         except BackendUnavailableError as error:
             click.echo(f"error: {one_line(str(error))}", err=True)
-        seen = time.monotonic()
-        rates = rates_between(before, now, seen - since)
+            seen = time.monotonic()
 
 
 def rates_between(before: QueueStats, now: QueueStats, seconds: float) -> Rates | None:

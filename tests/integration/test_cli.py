@@ -100,6 +100,7 @@ def test_call_takes_json_a_file_bytes_or_standard_input_and_prints_json(
     assert answer_of(run(*call, "--file", "-", stdin=json.dumps(value))) == value
     assert answer_of(run(*call, "--bytes-file", str(tmp_path / "value.bin"))) == {"base64": "AP8="}
     assert answer_of(run(*call, "--bytes-file", "-", stdin=b"\x00\xff")) == {"base64": "AP8="}
+    assert answer_of(run(*call, "--", "-5")) == -5
     for priority in ("high", "normal", "low"):
         assert answer_of(run(*call, "1", "--priority", priority)) == 1
 
@@ -166,6 +167,15 @@ def _as_they_end(processes: list[subprocess.Popen[str]]) -> Iterator[subprocess.
             yield process
 
 
+def test_ctrl_c_ends_a_call_with_exit_code_130_and_no_traceback(redis_url: str) -> None:
+    waiting = command("call", "1", "--redis", redis_url, "--queue", "nobody", "--timeout", "60s")
+    with redis.Redis.from_url(redis_url, protocol=2) as client:
+        assert client.blpop(["batchq:{nobody}:wake"], 60)  # the request is in the queue
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.communicate(timeout=30) == ("", "")
+    assert waiting.returncode == 130
+
+
 # --- stats and queues ---
 
 
@@ -210,6 +220,22 @@ def test_stats_watch_adds_lines_until_ctrl_c_and_counts_rates(redis_url: str, as
     else:
         assert all("pending=0" in line and "workers=0" in line for line in lines)
         assert ["in=0/s" in line for line in lines] == [False, True, True]
+
+
+def test_stats_watch_goes_on_when_redis_is_back() -> None:
+    with EmbeddedRedis() as server:
+        watching = command("stats", "--redis", server.url, "--watch", "100ms", "--timeout", "100ms")
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        assert "pending=0" in watching.stdout.readline()
+        server.stop()
+        assert watching.stderr.readline().startswith("error: ")
+        server.start()
+        lines = [watching.stdout.readline() for _ in range(20)]  # some may be from before
+        watching.send_signal(signal.SIGINT)
+        watching.communicate(timeout=30)
+    assert watching.returncode == 0
+    assert "pending=0" in lines[-1]
 
 
 def test_queues_lists_the_last_used_first_with_depth_and_live_workers(

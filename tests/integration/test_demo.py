@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -25,7 +26,7 @@ needs_the_demo_extra = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("numpy", "sklearn", "torch")),
     reason="needs the demo extra",
 )
-linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
 
 def descendants(pid: int) -> list[int]:
@@ -37,12 +38,21 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"  # dead, and only waiting to be counted by whoever adopted it
+def watch(pids: list[int]) -> list[int]:
+    """Return handles on processes, whoever's children they are."""
+    handles = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            handles.append(os.pidfd_open(pid))
+    return handles
+
+
+def all_end(handles: list[int]) -> bool:
+    """Wait until the processes have ended; close their handles. False if one has not within a minute."""
+    ended = [bool(select.select([handle], [], [], 60)[0]) for handle in handles]
+    for handle in handles:
+        os.close(handle)
+    return all(ended)
 
 
 def start_demo(*arguments: str) -> subprocess.Popen[str]:
@@ -228,14 +238,14 @@ def test_stopped_at_any_time_it_leaves_no_process_and_no_folder(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     process = start_demo("--seconds", "4")
     read_until(process, moment)
-    below = descendants(process.pid)
+    below = watch(descendants(process.pid))
     assert below
     process.send_signal(number)
     output, log = process.communicate()
     assert process.returncode == code, log
     assert output == ""
     assert "Traceback" not in log
-    assert [pid for pid in below if is_running(pid)] == []
+    assert all_end(below)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -244,11 +254,8 @@ def test_stopped_at_any_time_it_leaves_no_process_and_no_folder(
 def test_killed_it_takes_its_redis_and_its_worker_along() -> None:
     process = start_demo()
     read_until(process, "one at a time:")
-    below = [os.pidfd_open(pid) for pid in descendants(process.pid)]
+    below = watch(descendants(process.pid))
     assert len(below) >= 2
     process.kill()
     process.communicate()
-    for handle in below:
-        ended, _, _ = select.select([handle], [], [], 60)  # readable once the process has ended
-        os.close(handle)
-        assert ended
+    assert all_end(below)

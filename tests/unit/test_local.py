@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from batchq.decorator import batched
+from batchq.engine import Request
 from batchq.errors import (
     ClientClosedError,
     ConfigError,
@@ -25,7 +27,7 @@ from batchq.errors import (
     PayloadTooLargeError,
     QueueFullError,
 )
-from batchq.local import AsyncLocalClient, LocalClient, _Request, batched
+from batchq.local import AsyncLocalClient, LocalClient
 
 PATIENCE = 30.0
 """Seconds after which a test that waits for an event gives up."""
@@ -484,7 +486,7 @@ async def test_cancelling_a_task_withdraws_its_request_and_disturbs_nobody_else(
 
 async def test_nothing_stays_in_memory_of_requests_that_were_answered_cancelled_or_late(gate):
     gc.collect()
-    others = [found for found in gc.get_objects() if isinstance(found, _Request)]
+    others = [found for found in gc.get_objects() if isinstance(found, Request)]
     client = AsyncLocalClient(gate.load, max_batch_size=4, max_delay=0)
     tasks = [asyncio.create_task(client.predict(n)) for n in range(100)]
     await asyncio.to_thread(gate.await_batch)
@@ -497,14 +499,14 @@ async def test_nothing_stays_in_memory_of_requests_that_were_answered_cancelled_
     await client.ping()
     del tasks, task
     gc.collect()
-    assert [found for found in gc.get_objects() if isinstance(found, _Request) and found not in others] == []
+    assert [found for found in gc.get_objects() if isinstance(found, Request) and found not in others] == []
     await client.aclose()
 
 
 def test_the_thread_of_a_client_that_is_dropped_ends():
     client = LocalClient(double, max_delay=0)
     client.predict(1)
-    thread = client._calls.engine._thread
+    thread = client._engine._thread
     del client
     gc.collect()
     thread.join(PATIENCE)
@@ -743,7 +745,7 @@ async def test_giving_up_on_a_result_does_not_cancel_the_job(gate):
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert client._calls.engine._jobs[job.id].watchers == set()
+        assert client._engine._jobs[job.id].boxes == []
         gate.open()
         assert await job.result() == 2
         assert await job.state() == "done"
@@ -758,7 +760,7 @@ def test_a_result_expires():
         assert job.result() == 2
         clock.now += 1
         assert job.state() == "unknown"
-        assert client._calls.engine._jobs == {}
+        assert client._engine._jobs == {}
         assert client.submit(3, id=job.id).result() == 6
 
 

@@ -1,4 +1,4 @@
-"""A child process: ``python -m batchq_workers.child``. Its settings come on standard input, which stays open while the parent lives."""
+"""A child process, started by ``parent``. Its settings come on standard input, which stays open while the parent lives."""
 
 from __future__ import annotations
 
@@ -79,13 +79,12 @@ def main() -> int:
     except BatchqError as error:
         log.error("%s", error.message, exc_info=error.__cause__)
         return EXIT_MODEL
+    except SystemExit as error:
+        log.error("model %s: importing or loading it called sys.exit(%s)", config.model, error.code)
+        return EXIT_MODEL
     if stop.requested:
         return 0
     log.info("model %s is loaded", config.model, extra={"seconds": round(time.perf_counter() - started, 2)})
     board.set("ready", 1)
     Loop(config, start["child"], board, predict, stop).run()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -39,6 +39,9 @@ EXIT_REDIS: Final = 4
 EXIT_REFUSED: Final = 5
 """This worker must not join: another model on the queue, or a Redis that may evict keys."""
 
+# Not -m: that would put the working directory first on sys.path, and a user's redis.py in place of ours.
+_CHILD: Final = "import sys; sys.path[:] = [p for p in sys.path if p]; from batchq_workers.child import main; sys.exit(main())"
+
 REPORT_EVERY: Final = 1.0
 _RESTART_CALM: Final = 60.0
 """A child that lived this many seconds is restarted at once; before that the pause grows, up to 30 s."""
@@ -61,7 +64,7 @@ class _Child:
         self.board, fd = Board.create()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "batchq_workers.child"],
+                [sys.executable, "-c", _CHILD],
                 stdin=subprocess.PIPE,
                 pass_fds=[fd],
             )

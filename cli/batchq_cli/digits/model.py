@@ -2,7 +2,7 @@
 
 Eight small networks vote. Each looks at the image with two convolutions, then reads its eight columns from
 both sides with an LSTM. That is a chain of many small operations, as most real networks are at batch size 1:
-one image costs about 2 ms of one core, 32 of them about 5 ms together. Weights: ``weights.npz``, plain
+one image costs 2 to 5 ms of one core, 32 of them 5 to 10 ms together. Weights: ``weights.npz``, plain
 float16 arrays, made by ``bench/train_digits.py``.
 """
 

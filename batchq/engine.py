@@ -1,0 +1,493 @@
+"""The engine of a client in one process: the pending requests, the thread that runs the model, and the jobs.
+
+It batches by the policy and calls the model by the contract that a worker on Redis follows. Callers meet it in three places: ``admit``
+takes requests in, a request's boxes get the request once it has an outcome, and ``expire``, ``cancel`` and ``abandon`` give one up.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import os
+import socket
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from batchq import codec
+from batchq.boxes import Box, deliver
+from batchq.config import LANES, BatchPolicy
+from batchq.errors import (
+    BatchqError,
+    ClientClosedError,
+    DeadlineExceededError,
+    EncodeError,
+    JobCancelledError,
+    ModelError,
+    PayloadTooLargeError,
+    QueueFullError,
+    from_wire,
+)
+from batchq.model import Model
+from batchq.policy import Cap, Pending, RunTime
+from batchq.requests import Ids, new_name
+from batchq.stats import QueueStats, WorkerStats
+
+QUEUE: Final = "local"
+"""The queue's name in the stats of a client without Redis."""
+
+_MEAN_WEIGHT: Final = 0.2
+_IDS_IN_LOG: Final = 8
+_LOOK: Final = 60.0
+"""Seconds after which an idle thread looks whether its client was dropped: ``release`` may fail to wake it."""
+_PONG: Final = codec.pack(None)
+
+log = logging.getLogger("batchq.local")
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request; ``outcome`` is the packed answer or an error, and the first one stays. ``id``: 32 hex digits, shown in errors and logs."""
+
+    id: str
+    payload: bytes
+    size: int
+    lane: str
+    enqueued: float
+    deadline: float
+    boxes: list[Box]
+    job_id: str = ""
+    ttl: float = 0.0
+    pending: bool = False
+    outcome: bytes | BatchqError | None = None
+
+    def check(self) -> None:
+        """Raise the outcome if it is an error, each time afresh: one instance raised by many callers would collect their tracebacks."""
+        if isinstance(self.outcome, BatchqError):
+            raise _fresh(self.outcome)
+
+    def answer(self, return_exceptions: bool = False) -> Any:
+        """Return the answer, unpacked; raise (or return) the error. Not before there is an outcome."""
+        try:
+            self.check()
+            try:
+                return codec.unpack(self.outcome)  # type: ignore[arg-type] # check has raised all else
+            except codec.DecodeError as error:
+                raise EncodeError(f"the model's answer cannot be carried: {error}") from None
+        except BatchqError as error:
+            if return_exceptions:
+                return error
+            raise
+
+
+class Engine:
+    """All that a client and its jobs share. Thread-safe; the lock is not held while the model runs.
+
+    In a forked child everything starts afresh: the parent's requests, jobs and model stay with the parent.
+    """
+
+    def __init__(
+        self,
+        open_model: Callable[[], Callable[[list[Any]], Any]],
+        label: str,
+        policy: BatchPolicy,
+        max_payload: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._open_model = open_model
+        self._label = label
+        self.policy = policy
+        self._max_payload = max_payload
+        self.clock = clock
+        self._refusal: BatchqError | None = None
+        self.reset()
+        _engines.add(self)
+
+    def reset(self) -> None:
+        """Start afresh, as in a forked child; what was closed stays closed."""
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._thread: threading.Thread | None = None
+        self._state = "not started"
+        self._since = 0.0
+        if not self.closed:
+            self._refusal = None
+        self._pending: Pending[Request] = Pending(self.policy)
+        self._running: list[Request] = []
+        self._pings: list[Request] = []
+        self._abandoned: deque[Request] = deque()
+        self._jobs: dict[str, Request] = {}
+        self._expiries: list[tuple[float, str]] = []
+        self._ids = Ids()
+        self._name = new_name()
+        self._cap = Cap()
+        self._run_time = RunTime()
+        self._batch_size = self._wait_seconds = 0.0
+        self._totals: Counter[str] = Counter()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``stop`` was called."""
+        return isinstance(self._refusal, ClientClosedError)
+
+    @property
+    def loading(self) -> bool:
+        """Whether the model is not there yet."""
+        return self._state in ("not started", "loading")
+
+    def check_open(self) -> None:
+        """Raise ClientClosedError after ``stop``, and what ``load`` raised."""
+        if self._refusal is not None:
+            raise _fresh(self._refusal)
+
+    def pack(self, value: object, what: str = "value") -> bytes:
+        """Return the packed value; raise EncodeError or PayloadTooLargeError."""
+        payload = codec.pack(value)
+        if len(payload) > self._max_payload:
+            raise PayloadTooLargeError(
+                f"the {what} takes {len(payload):,} bytes; max_payload is {self._max_payload:,}, and may be raised"
+            )
+        return payload
+
+    def capacity(self, lane: str) -> int:
+        """Return how many requests of a lane may be pending."""
+        return self._pending.capacity(lane)
+
+    def admit(
+        self, payloads: list[bytes], lane: str, deadline: float, box: Box, *, again: bool = False
+    ) -> list[Request]:
+        """Add requests, all or none; the box gets each once it has an outcome. Raises QueueFullError, not counted if asked ``again``."""
+        with self._lock:
+            self._enter()
+            return self._admit(payloads, lane, deadline, [box], again)
+
+    def submit(self, payload: bytes, lane: str, deadline: float, job_id: str, ttl: float) -> None:
+        """Add a job, unless there is one of this id; its result is kept for ``ttl`` seconds."""
+        with self._lock:
+            self._enter()
+            if job_id not in self._jobs:
+                (job,) = self._admit([payload], lane, deadline, [], False)
+                job.job_id, job.ttl = job_id, ttl
+                self._jobs[job_id] = job
+
+    def job(self, job_id: str) -> Request | None:
+        """Return the job of this id, if there is one. Who waits for it adds a box, and then looks for the outcome."""
+        with self._lock:
+            self._enter()
+            return self._jobs.get(job_id)
+
+    def ping(self, box: Box) -> Request:
+        """Return a request that has an outcome once the model is loaded and no batch runs."""
+        with self._lock:
+            self._enter()
+            ping = self._request(b"", "", 0.0, [box])
+            self._pings = [*(other for other in self._pings if other.outcome is None), ping]
+            self._start()
+            self._wake.notify()
+            return ping
+
+    def expire(self, requests: Iterable[Request], seconds: float) -> None:
+        """Fail those that have no outcome after ``seconds``: what waits is not run, and what runs answers nobody."""
+        with self._lock:
+            self._fail(
+                requests, DeadlineExceededError(f"no answer within {seconds:g} s: {self.what_it_does()}")
+            )
+
+    def cancel(self, job: Request) -> bool:
+        """Cancel a job; False if it has an outcome."""
+        with self._lock:
+            return self._fail([job], JobCancelledError(f"job {job.job_id!r} was cancelled"))
+
+    def abandon(self, requests: Iterable[Request]) -> None:
+        """Give up requests whose caller has gone.
+
+        The garbage collector calls this when it ends a coroutine, maybe while this very thread holds the lock: only leave a note.
+        """
+        for request in requests:
+            if request.outcome is None:
+                request.boxes = []
+                self._abandoned.append(request)
+
+    def what_it_does(self) -> str:
+        """Say what the model's thread does, for the message of a DeadlineExceededError."""
+        since = max(0.0, self.clock() - self._since)
+        if self.loading:
+            return f"the model is being loaded, for {since:.1f} s now (call ping() first to wait for it)"
+        if self._state == "running":
+            return f"a batch of {len(self._running)} has run for {since:.3g} s, {len(self._pending)} wait"
+        return f"{len(self._pending)} wait"
+
+    def stats(self) -> QueueStats:
+        """Return the figures of this moment."""
+        with self._lock:
+            self._enter()
+            oldest = self._pending.oldest()
+            return QueueStats(
+                queue=QUEUE,
+                depth={name: self._pending.depth(lane) for name, lane in LANES.items()},
+                oldest_age=max(0.0, self.clock() - oldest) if oldest is not None else 0.0,
+                solo=0,
+                in_flight=int(self._state == "running"),
+                capacity=self.policy.capacity,
+                accepted=self._totals["accepted"],
+                rejected=self._totals["rejected"],
+                completed=self._totals["completed"],
+                expired=self._totals["expired"],
+                failed=self._totals["failed"],
+                batches=self._totals["batches"],
+                dead=0,
+                drain_rate=self._rate(),
+                mean_batch_size=self._batch_size,
+                workers=(
+                    WorkerStats(
+                        id=self._name,
+                        model=self._label,
+                        host=socket.gethostname(),
+                        age=0.0,
+                        state=self._state,
+                        batch_size=self._batch_size,
+                        run_seconds=self._run_time.seconds,
+                        wait_seconds=self._wait_seconds,
+                        rate=self._rate(),
+                    ),
+                ),
+            )
+
+    def stop(self) -> None:
+        """Take nothing more and fail what waits; the thread ends after the batch that runs."""
+        with self._lock:
+            if not self.closed:
+                self._refuse(_closed())
+
+    def join(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for the thread to end, then fail what still runs."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+        with self._lock:
+            self._fail(self._running, ClientClosedError("the client was closed while this request ran"))
+
+    def release(self) -> None:
+        """End the thread of a client that was dropped without ``close``; called by the garbage collector, see ``abandon``."""
+        self._refusal = self._refusal or _closed()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._wake.notify()
+            finally:
+                self._lock.release()
+
+    # -- under the lock --------------------------------------------------------------------------------------
+
+    def _enter(self) -> None:
+        self.check_open()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Forget what was abandoned, and results that have expired."""
+        while self._abandoned:
+            self._fail([self._abandoned.popleft()], BatchqError("nobody waits for it"))
+        now = self.clock()
+        while self._expiries and self._expiries[0][0] <= now:
+            del self._jobs[heapq.heappop(self._expiries)[1]]
+
+    def _admit(
+        self, payloads: list[bytes], lane: str, deadline: float, boxes: list[Box], again: bool
+    ) -> list[Request]:
+        count, size, waiting = len(payloads), sum(map(len, payloads)), len(self._pending)
+        if size > self.policy.capacity_bytes:
+            raise PayloadTooLargeError(
+                f"the values take {size:,} bytes together; capacity_bytes is {self.policy.capacity_bytes:,}"
+            )
+        if not self._pending.fits(lane, count, size):
+            self._totals["rejected"] += 0 if again else count
+            of_lane = f", {self._pending.depth(lane)} of them low-priority" if lane == "l" else ""
+            raise QueueFullError(
+                f"the queue is full: {waiting} requests wait{of_lane}, {self._pending.bytes:,} bytes in all; the "
+                f"capacity is {self.capacity(lane)} requests and {self.policy.capacity_bytes:,} bytes",
+                retry_after=waiting / self._rate() if self._rate() else 60.0,
+            )
+        requests = [self._request(payload, lane, deadline, [*boxes]) for payload in payloads]
+        self._pending.add(requests)
+        self._totals["accepted"] += count
+        self._start()
+        # the thread sleeps without end where nothing waits, and else until a batch is due, full or not
+        if waiting == 0 or len(self._pending) >= self.policy.max_batch_size:
+            self._wake.notify()
+        return requests
+
+    def _request(self, payload: bytes, lane: str, deadline: float, boxes: list[Box]) -> Request:
+        return Request(self._ids.next().hex(), payload, len(payload), lane, self.clock(), deadline, boxes)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._state, self._since = "loading", self.clock()
+            self._thread = threading.Thread(target=self._serve, name="batchq-local", daemon=True)
+            self._thread.start()
+
+    def _rate(self) -> float:
+        """Return the answers a second that the model gives while it is busy."""
+        return self._batch_size / self._run_time.seconds if self._run_time.seconds else 0.0
+
+    def _refuse(self, error: BatchqError) -> None:
+        self._refusal = error
+        self._fail([*self._pending.clear(), *self._pings], error)
+        self._wake.notify()
+
+    def _fail(self, requests: Iterable[Request], error: BatchqError) -> bool:
+        """Give requests this error that have no outcome; False where there is no such request."""
+        found = [request for request in requests if request.outcome is None]
+        for request in found:
+            self._pending.discard(request)
+        self._settle((request, _fresh(error)) for request in found)
+        return bool(found)
+
+    def _settle(self, outcomes: Iterable[tuple[Request, bytes | BatchqError]]) -> list[Request]:
+        """Give each request its outcome, unless it has one, and tell who waits for it; return those that had none."""
+        settled = []
+        posts: list[tuple[Box, Request]] = []
+        for request, outcome in outcomes:
+            if request.outcome is not None:
+                continue
+            if isinstance(outcome, BatchqError):
+                outcome.request_id = request.id
+            request.outcome = outcome
+            request.payload = b""
+            # the outcome first: who adds a box now sees it
+            boxes, request.boxes = request.boxes, []
+            posts += [(box, request) for box in tuple(boxes)]
+            if request.job_id:
+                heapq.heappush(self._expiries, (self.clock() + request.ttl, request.job_id))
+            settled.append(request)
+        deliver(posts)
+        return settled
+
+    # -- the model's thread ----------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            model = Model(self._open_model(), on_error=self._log_error, on_out_of_memory=self._lower_cap)
+        except BaseException as error:
+            log.error("the model could not be loaded", exc_info=error)
+            if not isinstance(error, BatchqError):
+                error = ModelError(repr(error), error_type=type(error).__name__)
+            with self._lock:
+                self._state = "failed"
+                self._refuse(self._refusal or error)
+            return
+        with self._lock:
+            self._state = "idle"
+        while self._turn(model):
+            pass  # no batch in a variable here: its answers would stay in memory while the thread waits
+
+    def _turn(self, model: Model) -> bool:
+        """Wait for a batch and run it; False where it is time to end."""
+        batch = self._next()
+        if not batch:
+            return False
+        values: list[Any] = []
+        requests: list[Request] = []
+        outcomes: list[tuple[Request, bytes | BatchqError]] = []
+        for request in batch:
+            try:
+                values.append(codec.unpack(request.payload))
+            except codec.DecodeError as error:  # or it was given up since it was taken: it has an outcome, which stays
+                outcomes.append((request, EncodeError(f"the value cannot be carried: {error}")))
+            else:
+                requests.append(request)
+                request.payload = b""  # a large value need not be there twice while the model runs
+        self._running = requests
+        started = self.clock()
+        try:
+            answers = model.run(values)
+        except BaseException as error:
+            log.error("the model ended with %s", type(error).__name__, exc_info=error)
+            kind = type(error).__name__
+            answers = [ModelError(f"the model ended with {error!r}", error_type=kind) for _ in requests]
+        seconds = self.clock() - started
+        outcomes += zip(requests, map(self._packed, answers), strict=True)
+        with self._lock:
+            self._state, self._running = "idle", []
+            if requests:
+                self._run_time.ran(seconds)
+                self._batch_size = _moved(self._batch_size, len(requests))
+                self._totals["batches"] += 1
+            for request in self._settle(outcomes):
+                self._totals["failed" if isinstance(request.outcome, BatchqError) else "completed"] += 1
+        return True
+
+    def _next(self) -> list[Request]:
+        """Wait until a batch is due and return it; an empty one where it is time to end."""
+        with self._lock:
+            while self._refusal is None:
+                self._sweep()
+                self._settle((ping, _PONG) for ping in self._pings)
+                self._pings = []
+                now = self.clock()
+                left = self._pending.due_in(now)
+                if left != 0:
+                    self._wake.wait(_LOOK if left is None else left)
+                elif batch := self._take(now):
+                    return batch
+            return []
+
+    def _take(self, now: float) -> list[Request]:
+        run_time = self._run_time.seconds
+        batch, expired = self._pending.take(now, run_time, self._cap.limit(now))
+        if batch:
+            self._state, self._since, self._running = "running", now, batch
+            self._wait_seconds = _moved(self._wait_seconds, now - min(request.enqueued for request in batch))
+        elif expired:
+            self._run_time.all_dropped()
+        self._totals["expired"] += len(expired)
+        text = "not run: {:.3g} s were left, and a batch takes about {:.3g} s"
+        self._settle(
+            (request, DeadlineExceededError(text.format(max(0.0, request.deadline - now), run_time)))
+            for request in expired
+        )
+        return batch
+
+    def _packed(self, answer: Any) -> bytes | BatchqError:
+        if isinstance(answer, BatchqError):
+            return answer
+        try:
+            return self.pack(answer, "answer")
+        except EncodeError as error:
+            return EncodeError(f"the model's answer cannot be carried: {error.message}")
+        except PayloadTooLargeError as error:
+            return error
+
+    def _log_error(self, error: Exception, indices: list[int]) -> None:
+        ids = [self._running[index].id for index in indices[:_IDS_IN_LOG]]
+        more = f" and {len(indices) - len(ids)} more" if len(indices) > len(ids) else ""
+        log.error("the model failed for request %s%s", ", ".join(ids), more, exc_info=error)
+
+    def _lower_cap(self, size: int) -> None:
+        log.warning("a batch of %d did not fit into the device's memory; smaller ones for a while", size)
+        self._cap.out_of_memory(size, self.clock())
+
+
+def _fresh(error: BatchqError) -> BatchqError:
+    return from_wire(error.code, error.message, error.request_id, getattr(error, "error_type", ""))
+
+
+def _closed() -> ClientClosedError:
+    return ClientClosedError("this client was closed; make a new one")
+
+
+def _moved(mean: float, value: float) -> float:
+    return mean + (value - mean) * (_MEAN_WEIGHT if mean else 1.0)
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _reset_after_fork() -> None:
+    for engine in list(_engines):
+        engine.reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_after_fork)
