@@ -1,4 +1,4 @@
-"""Boxes: where what a call waits for arrives, in a thread or in an event loop.
+"""Requests on their way through one process, and boxes: where they arrive once they have an outcome, in a thread or in an event loop.
 
 A call is written once, as a coroutine that awaits nothing but its box. A LoopBox suspends it, as asyncio does; a ThreadBox blocks, so that
 the coroutine never suspends, and ``run`` carries it out in the calling thread.
@@ -10,7 +10,11 @@ import asyncio
 import queue
 from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
+
+from batchq import codec
+from batchq.errors import BatchqError, EncodeError, from_wire
 
 T = TypeVar("T")
 
@@ -44,10 +48,12 @@ class LoopBox:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: Any) -> None:
+        """Add an arrival."""
         self._arrived.append(item)
         self._wake()
 
     def empty(self) -> bool:
+        """Tell whether ``get`` would have to wait."""
         return not self._arrived
 
     def _wake(self) -> None:
@@ -68,6 +74,50 @@ class LoopBox:
 
 
 Box = ThreadBox | LoopBox
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request, and a job as well, which has a ``job_id``.
+
+    ``outcome``: the packed answer or an error; the first one stays. ``boxes``: those who wait for it. ``id``: 32 hex digits, for errors
+    and the log.
+    """
+
+    id: str
+    payload: bytes
+    size: int
+    lane: str
+    enqueued: float
+    deadline: float
+    boxes: list[Box]
+    job_id: str = ""
+    ttl: float = 0.0
+    pending: bool = False
+    outcome: bytes | BatchqError | None = None
+
+    def check(self) -> None:
+        """Raise the outcome if it is an error, each time afresh: one instance raised by many callers would collect their tracebacks."""
+        if isinstance(self.outcome, BatchqError):
+            raise fresh(self.outcome)
+
+    def answer(self, return_exceptions: bool = False) -> Any:
+        """Return the answer, unpacked; raise (or return) the error. Not before there is an outcome."""
+        try:
+            self.check()
+            try:
+                return codec.unpack(self.outcome)  # type: ignore[arg-type] # check has raised all else
+            except codec.DecodeError as error:
+                raise EncodeError(f"the model's answer cannot be carried: {error}") from None
+        except BatchqError as error:
+            if return_exceptions:
+                return error
+            raise
+
+
+def fresh(error: BatchqError) -> BatchqError:
+    """Return the same error, to be raised once more."""
+    return from_wire(error.code, error.message, error.request_id, getattr(error, "error_type", ""))
 
 
 def deliver(posts: Iterable[tuple[Box, Any]]) -> None:

@@ -8,12 +8,20 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from functools import partial
 from typing import Any, Final
 
 from batchq import codec
-from batchq.boxes import Box
+from batchq.boxes import Box, Request
 from batchq.config import (
     DAY,
     DEFAULT_CAPACITY,
@@ -30,8 +38,15 @@ from batchq.config import (
     check_lane,
     check_timeout,
 )
-from batchq.engine import Engine, Request
-from batchq.errors import BatchqError, ConfigError, DeadlineExceededError, JobNotFoundError, QueueFullError, RequestError
+from batchq.engine import Engine
+from batchq.errors import (
+    BatchqError,
+    ConfigError,
+    DeadlineExceededError,
+    JobNotFoundError,
+    QueueFullError,
+    RequestError,
+)
 from batchq.model import bind_load, call_load
 from batchq.requests import JOB_DEADLINE, check_job_id, check_result_ttl
 
@@ -67,35 +82,19 @@ class Calls:
         )
         check_int("max_payload", max_payload, KIB, 512 * MIB, DEFAULT_MAX_PAYLOAD, " bytes")
         self._timeout = check_timeout(timeout, DEFAULT_TIMEOUT)
-        bind_load(load, device=device, args=model_args)  # misspelt arguments are told here, not at the first call
+        # misspelt arguments are told here, not at the first call
+        bind_load(load, device=device, args=model_args)
         label = str(getattr(load, "__qualname__", None) or type(load).__qualname__)
         open_model = partial(call_load, load, device=device, args=dict(model_args or {}))
         self._engine = Engine(open_model, label, policy, max_payload, clock)
         weakref.finalize(self, self._engine.release).atexit = False
 
     def __repr__(self) -> str:
-        policy = self._engine.policy
-        closed = ", closed" if self._engine.closed else ""
-        return (
-            f"<{type(self).__name__} max_batch_size={policy.max_batch_size} max_delay={policy.max_delay} "
-            f"capacity={policy.capacity}{closed}>"
-        )
+        return f"{type(self).__name__}({self._engine.label}, {self._engine.policy})"
 
     async def _predict(self, box: Box, value: object, timeout: float | None, *extras: Any) -> Any:
-        engine = self._engine
-        engine.check_open()
-        seconds = check_timeout(timeout, self._timeout)
-        deadline = engine.clock() + seconds
-        lane = check_options(*extras)
-        (request,) = engine.admit([engine.pack(value)], lane, deadline, box)
-        try:
-            while request.outcome is None:
-                await box.get(deadline - engine.clock())
-                if engine.clock() >= deadline:
-                    engine.expire([request], seconds)
-        finally:
-            engine.abandon([request])
-        return request.answer()
+        (answer,) = await self._predict_many(box, [value], timeout, False, *extras)
+        return answer
 
     async def _predict_many(
         self,
@@ -181,8 +180,8 @@ class Calls:
                         pull.add_done_callback(box.put)
                     left = order[0].deadline - engine.clock() if order else DAY
                     done = await box.get(left if waiting is None else min(left, _FULL_PAUSE))
-                    if done is not None and done is pull:
-                        pulled, done, pull = done.result(), None, None
+                    if pull is not None and done is pull:
+                        pulled, done, pull = pull.result(), None, None
                 if pulled is _END:
                     exhausted = True
                     pulled = _NOTHING

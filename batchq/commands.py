@@ -469,7 +469,7 @@ class Answers:
 
 def _publish(keys: Keys, answers: Answers) -> list[bytes]:
     """Return the commands that append the replies."""
-    commands = []
+    commands: list[bytes] = []
     ttl = _number(answers.reply_ttl_ms)
     for client, replies in answers.entries():
         stream = keys.replies(client)

@@ -101,7 +101,9 @@ def _check_batchable(function: Any) -> None:
     if not callable(function):
         raise ConfigError(f"@batched() decorates a function, not {type(function).__name__}")
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"@batched: {name} is an async def; define it with def: it runs in a thread of its own")
+        raise ConfigError(
+            f"@batched: {name} is an async def; define it with def: it runs in a thread of its own"
+        )
     try:
         inspect.signature(function).bind([])
     except TypeError:

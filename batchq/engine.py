@@ -14,11 +14,10 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from batchq import codec
-from batchq.boxes import Box, deliver
+from batchq.boxes import Box, Request, deliver, fresh
 from batchq.config import LANES, BatchPolicy
 from batchq.errors import (
     BatchqError,
@@ -29,7 +28,6 @@ from batchq.errors import (
     ModelError,
     PayloadTooLargeError,
     QueueFullError,
-    from_wire,
 )
 from batchq.model import Model
 from batchq.policy import Cap, Pending, RunTime
@@ -48,41 +46,6 @@ _PONG: Final = codec.pack(None)
 log = logging.getLogger("batchq.local")
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One request; ``outcome`` is the packed answer or an error, and the first one stays. ``id``: 32 hex digits, shown in errors and logs."""
-
-    id: str
-    payload: bytes
-    size: int
-    lane: str
-    enqueued: float
-    deadline: float
-    boxes: list[Box]
-    job_id: str = ""
-    ttl: float = 0.0
-    pending: bool = False
-    outcome: bytes | BatchqError | None = None
-
-    def check(self) -> None:
-        """Raise the outcome if it is an error, each time afresh: one instance raised by many callers would collect their tracebacks."""
-        if isinstance(self.outcome, BatchqError):
-            raise _fresh(self.outcome)
-
-    def answer(self, return_exceptions: bool = False) -> Any:
-        """Return the answer, unpacked; raise (or return) the error. Not before there is an outcome."""
-        try:
-            self.check()
-            try:
-                return codec.unpack(self.outcome)  # type: ignore[arg-type] # check has raised all else
-            except codec.DecodeError as error:
-                raise EncodeError(f"the model's answer cannot be carried: {error}") from None
-        except BatchqError as error:
-            if return_exceptions:
-                return error
-            raise
-
-
 class Engine:
     """All that a client and its jobs share. Thread-safe; the lock is not held while the model runs.
 
@@ -97,11 +60,11 @@ class Engine:
         max_payload: int,
         clock: Callable[[], float],
     ) -> None:
-        self._open_model = open_model
-        self._label = label
+        self.label = label
         self.policy = policy
         self._max_payload = max_payload
         self.clock = clock
+        self._open_model = open_model
         self._refusal: BatchqError | None = None
         self.reset()
         _engines.add(self)
@@ -113,7 +76,7 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._state = "not started"
         self._since = 0.0
-        if not self.closed:
+        if not isinstance(self._refusal, ClientClosedError):
             self._refusal = None
         self._pending: Pending[Request] = Pending(self.policy)
         self._running: list[Request] = []
@@ -129,11 +92,6 @@ class Engine:
         self._totals: Counter[str] = Counter()
 
     @property
-    def closed(self) -> bool:
-        """Whether ``stop`` was called."""
-        return isinstance(self._refusal, ClientClosedError)
-
-    @property
     def loading(self) -> bool:
         """Whether the model is not there yet."""
         return self._state in ("not started", "loading")
@@ -141,7 +99,7 @@ class Engine:
     def check_open(self) -> None:
         """Raise ClientClosedError after ``stop``, and what ``load`` raised."""
         if self._refusal is not None:
-            raise _fresh(self._refusal)
+            raise fresh(self._refusal)
 
     def pack(self, value: object, what: str = "value") -> bytes:
         """Return the packed value; raise EncodeError or PayloadTooLargeError."""
@@ -244,7 +202,7 @@ class Engine:
                 workers=(
                     WorkerStats(
                         id=self._name,
-                        model=self._label,
+                        model=self.label,
                         host=socket.gethostname(),
                         age=0.0,
                         state=self._state,
@@ -259,8 +217,7 @@ class Engine:
     def stop(self) -> None:
         """Take nothing more and fail what waits; the thread ends after the batch that runs."""
         with self._lock:
-            if not self.closed:
-                self._refuse(_closed())
+            self._refuse(_closed())
 
     def join(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the thread to end, then fail what still runs."""
@@ -341,7 +298,7 @@ class Engine:
         found = [request for request in requests if request.outcome is None]
         for request in found:
             self._pending.discard(request)
-        self._settle((request, _fresh(error)) for request in found)
+        self._settle((request, fresh(error)) for request in found)
         return bool(found)
 
     def _settle(self, outcomes: Iterable[tuple[Request, bytes | BatchqError]]) -> list[Request]:
@@ -393,7 +350,9 @@ class Engine:
         for request in batch:
             try:
                 values.append(codec.unpack(request.payload))
-            except codec.DecodeError as error:  # or it was given up since it was taken: it has an outcome, which stays
+            except (
+                codec.DecodeError
+            ) as error:  # or it was given up since it was taken: it has an outcome, which stays
                 outcomes.append((request, EncodeError(f"the value cannot be carried: {error}")))
             else:
                 requests.append(request)
@@ -467,10 +426,6 @@ class Engine:
     def _lower_cap(self, size: int) -> None:
         log.warning("a batch of %d did not fit into the device's memory; smaller ones for a while", size)
         self._cap.out_of_memory(size, self.clock())
-
-
-def _fresh(error: BatchqError) -> BatchqError:
-    return from_wire(error.code, error.message, error.request_id, getattr(error, "error_type", ""))
 
 
 def _closed() -> ClientClosedError:

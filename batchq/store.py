@@ -299,18 +299,17 @@ class AsyncLink:
             await self._connection.connect()
             self.broken = False
             await self._load_missing()
-        except BaseException as error:
-            raise await self._closing(error) from error
+        except (RedisError, OSError) as error:
+            await self.close()
+            raise explain(error, self._name) from error
+        except BaseException:
+            await self.close()  # an answer may be on its way that nobody will read
+            raise
 
     async def _load_missing(self) -> None:
         missing = await self._run(commands.scripts_known())
         if missing:
             await self._run(commands.load_scripts(missing))
-
-    async def _closing(self, error: BaseException) -> BaseException:
-        """Close the connection and return what to raise."""
-        await self.close()
-        return explain(error, self._name) if isinstance(error, (RedisError, OSError)) else error
 
     async def exchange(self, payload: bytes, count: int) -> list[Any]:
         """Send packed commands and read that many answers; an answer that is an error is in the list."""
@@ -325,8 +324,12 @@ class AsyncLink:
                     answers.append(await read(disable_decoding=True, disconnect_on_error=False))
                 except ResponseError as error:
                     answers.append(error)
-        except BaseException as error:
-            raise await self._closing(error) from error
+        except (RedisError, OSError) as error:
+            await self.close()
+            raise explain(error, self._name) from error
+        except BaseException:
+            await self.close()  # an answer may be on its way that nobody will read
+            raise
         return answers
 
     async def _run(self, call: Call[T]) -> T:

@@ -250,18 +250,20 @@ async def measure(url: str, log: Path, *, seconds: float, concurrency: int) -> d
     from batchq import AsyncClient, BatchqError
 
     queue = f"demo-{secrets.token_hex(4)}"
-    async with running_worker(url, queue, log) as worker, AsyncClient(url, queue=queue) as client:
-        try:
-            return await while_running(
-                worker, both_phases(client, queue, seconds=seconds, concurrency=concurrency)
-            )
-        except WorkerEndedError as error:
-            show_log(log)
-            message = f"the worker ended with exit code {error.code}; its log is above"
-            raise CliError(message, EXIT_UNEXPECTED) from None
-        except BatchqError:
-            show_log(log)
-            raise
+    async with AsyncClient(url, queue=queue) as client:
+        await client.ping()  # a wrong URL shows at once, and not when the worker's time is up
+        async with running_worker(url, queue, log) as worker:
+            try:
+                return await while_running(
+                    worker, both_phases(client, queue, seconds=seconds, concurrency=concurrency)
+                )
+            except WorkerEndedError as error:
+                show_log(log)
+                message = f"the worker ended with exit code {error.code}; its log is above"
+                raise CliError(message, EXIT_UNEXPECTED) from None
+            except BatchqError:
+                show_log(log)
+                raise
 
 
 async def both_phases(client: Any, queue: str, *, seconds: float, concurrency: int) -> dict[str, Any]:

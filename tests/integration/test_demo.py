@@ -18,8 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 from batchq_cli import demo
-from batchq_cli.common import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_UNEXPECTED
-from batchq_cli.embedded import EmbeddedRedis
+from batchq_cli.common import EXIT_INTERRUPTED, EXIT_REDIS_DOWN, EXIT_TERMINATED, EXIT_UNEXPECTED
+from batchq_cli.embedded import EmbeddedRedis, free_port
 from batchq_cli.main import main
 
 needs_the_demo_extra = pytest.mark.skipif(
@@ -210,6 +210,14 @@ def test_it_uses_the_redis_that_it_is_given_and_leaves_it_running() -> None:
         with socket.create_connection(("127.0.0.1", redis.port), timeout=10) as connection:
             connection.sendall(b"PING\r\n")
             assert connection.recv(64) == b"+PONG\r\n"
+
+
+@needs_the_demo_extra
+def test_a_redis_that_cannot_be_reached_is_said_before_anything_starts() -> None:
+    result = CliRunner().invoke(main, ["demo", "--redis", f"redis://127.0.0.1:{free_port()}/0"])
+    assert result.exit_code == EXIT_REDIS_DOWN
+    assert "cannot be reached" in result.output
+    assert "worker" not in result.output
 
 
 @needs_the_demo_extra

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from batchq.boxes import Request
 from batchq.decorator import batched
-from batchq.engine import Request
 from batchq.errors import (
     ClientClosedError,
     ConfigError,
