@@ -9,6 +9,7 @@ and on the GPU machines ``batchq worker --queue sentiment --model mymodel:load``
 """
 
 from batchq.aio import AsyncClient, AsyncJob
+from batchq.decorator import Batched, batched
 from batchq.errors import (
     BackendAuthError,
     BackendUnavailableError,
@@ -29,6 +30,7 @@ from batchq.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from batchq.local import AsyncLocalClient, AsyncLocalJob, LocalClient, LocalJob
 from batchq.stats import QueueStats, WorkerStats
 
 __version__ = "0.1.0"
@@ -36,8 +38,11 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncClient",
     "AsyncJob",
+    "AsyncLocalClient",
+    "AsyncLocalJob",
     "BackendAuthError",
     "BackendUnavailableError",
+    "Batched",
     "BatchqError",
     "ClientClosedError",
     "ConfigError",
@@ -46,6 +51,8 @@ __all__ = [
     "ExecutionError",
     "JobCancelledError",
     "JobNotFoundError",
+    "LocalClient",
+    "LocalJob",
     "ModelError",
     "NoWorkerError",
     "PayloadTooLargeError",
@@ -56,4 +63,5 @@ __all__ = [
     "UnavailableError",
     "WorkerLostError",
     "WorkerStats",
+    "batched",
 ]

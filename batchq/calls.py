@@ -92,10 +92,6 @@ class Calls:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine.label}, {self._engine.policy})"
 
-    async def _predict(self, box: Box, value: object, timeout: float | None, *extras: Any) -> Any:
-        (answer,) = await self._predict_many(box, [value], timeout, False, *extras)
-        return answer
-
     async def _predict_many(
         self,
         box: Box,
@@ -183,8 +179,7 @@ class Calls:
                     if pull is not None and done is pull:
                         pulled, done, pull = pull.result(), None, None
                 if pulled is _END:
-                    exhausted = True
-                    pulled = _NOTHING
+                    exhausted, pulled = True, _NOTHING
                 now = engine.clock()
                 try:
                     if pulled is not _NOTHING:

@@ -41,8 +41,8 @@ class Batched(Generic[V, A]):
 
     async def aio(self, value: V, *, timeout: float | None = None, priority: Priority = "normal") -> A:
         """Return the answer to one value; for asyncio."""
-        found = await self._client._predict(LoopBox(), value, timeout, priority, None, None, None)
-        return cast("A", found)
+        extras = (priority, None, None, None)
+        return cast("A", (await self._client._predict_many(LoopBox(), [value], timeout, False, *extras))[0])
 
     def map(
         self,

@@ -74,7 +74,7 @@ class Engine:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
-        self._state = "not started"
+        self._state = "not started"  # loading, idle, running; or failed
         self._since = 0.0
         if not isinstance(self._refusal, ClientClosedError):
             self._refusal = None
@@ -350,9 +350,8 @@ class Engine:
         for request in batch:
             try:
                 values.append(codec.unpack(request.payload))
-            except (
-                codec.DecodeError
-            ) as error:  # or it was given up since it was taken: it has an outcome, which stays
+            except codec.DecodeError as error:
+                # or it was given up since it was taken, and has no payload: then it has an outcome, which stays
                 outcomes.append((request, EncodeError(f"the value cannot be carried: {error}")))
             else:
                 requests.append(request)

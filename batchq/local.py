@@ -58,7 +58,8 @@ class LocalClient(Calls):
         ``timeout``: seconds from the call to the answer; None means the client's. Raises QueueFullError, DeadlineExceededError,
         ModelError, EncodeError, PayloadTooLargeError, ClientClosedError, ConfigError.
         """
-        return run(self._predict(ThreadBox(), value, timeout, priority, batch_key, cost, meta))
+        extras = (priority, batch_key, cost, meta)
+        return run(self._predict_many(ThreadBox(), [value], timeout, False, *extras))[0]
 
     def predict_many(
         self,
@@ -172,7 +173,8 @@ class AsyncLocalClient(Calls):
         meta: dict[str, Any] | None = None,
     ) -> Any:
         """Return the model's answer to one value; see ``LocalClient.predict``."""
-        return await self._predict(LoopBox(), value, timeout, priority, batch_key, cost, meta)
+        extras = (priority, batch_key, cost, meta)
+        return (await self._predict_many(LoopBox(), [value], timeout, False, *extras))[0]
 
     async def predict_many(
         self,

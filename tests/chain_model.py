@@ -114,7 +114,9 @@ def begin(state: State) -> State:
     chain = _chain(state)
     position = chain.next()
     fresh = all(request in state.group.requests for request in state.outstanding)
-    return _with_chain(_number(replace(state, position=position, fresh=fresh), state.group.requests, position.number), chain)
+    return _with_chain(
+        _number(replace(state, position=position, fresh=fresh), state.group.requests, position.number), chain
+    )
 
 
 def sent(state: State) -> Sent:
@@ -187,9 +189,7 @@ def steps(state: State, *, calls: int, cuts: int, crashes: int, flushes: int) ->
         push = sent(ready)
         outcome, stored, pushes = admit(ready.pushes, push)
         name = f"push {push.token}"
-        yield Step(
-            f"{name}: {outcome}", answered(replace(ready, pushes=pushes), outcome, stored), sent=push
-        )
+        yield Step(f"{name}: {outcome}", answered(replace(ready, pushes=pushes), outcome, stored), sent=push)
         if state.cuts < cuts:
             cut = replace(ready, cuts=ready.cuts + 1)
             yield Step(f"{name}: {outcome}, answer lost", replace(cut, pushes=pushes), sent=push)

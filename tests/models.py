@@ -81,3 +81,20 @@ def holds_the_gil(seconds="6"):
 
 def cannot_load():
     raise RuntimeError("no such weights")
+
+
+def hangs():
+    def predict(inputs):
+        if "hang" in inputs:
+            time.sleep(3600)
+        return inputs
+
+    return predict
+
+
+def exception_for_odd():
+    return lambda inputs: [KeyError(value) if value % 2 else value for value in inputs]
+
+
+def set_for_odd():
+    return lambda inputs: [{value} if value % 2 else value for value in inputs]

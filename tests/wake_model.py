@@ -179,20 +179,29 @@ def _steps(state: State, pushes: int, deaths: int, stops: bool, bulk: bool) -> I
                     for left in leave_token(again):
                         yield Step(f"{who}: takes: bulk", left)
         if worker.at == "busy":
-            yield Step(f"{who}: answers", set_worker(state, index, Worker("sending", stopping=worker.stopping)))
+            yield Step(
+                f"{who}: answers", set_worker(state, index, Worker("sending", stopping=worker.stopping))
+            )
             if state.token and state.full and worker.holds == MOST:
                 for _, count, after in take(state):
-                    yield Step(f"{who}: prefetches", set_worker(after, index, worker._replace(holds=MOST + count)))
+                    yield Step(
+                        f"{who}: prefetches", set_worker(after, index, worker._replace(holds=MOST + count))
+                    )
                 if bulk:
                     again = set_worker(replace(state, want=False), index, worker._replace(at="prefetching"))
                     yield Step(f"{who}: prefetches: bulk", again)
         if worker.at == "busy" and worker.holds > MOST:
-            yield Step(f"{who}: goes on with what it has prefetched", set_worker(state, index, Worker("busy", holds=worker.holds - MOST)))
+            yield Step(
+                f"{who}: goes on with what it has prefetched",
+                set_worker(state, index, Worker("busy", holds=worker.holds - MOST)),
+            )
         if worker.at == "prefetching":  # natively, and a prefetch again: a full batch and a token, or nothing
             back = worker._replace(at="busy")
             if state.token and state.full:
                 for _, count, after in take(state):
-                    yield Step(f"{who}: prefetches", set_worker(after, index, back._replace(holds=MOST + count)))
+                    yield Step(
+                        f"{who}: prefetches", set_worker(after, index, back._replace(holds=MOST + count))
+                    )
             else:
                 yield Step(f"{who}: prefetches: no", set_worker(state, index, back))
         if worker.at == "leaving":
@@ -210,17 +219,31 @@ def _steps(state: State, pushes: int, deaths: int, stops: bool, bulk: bool) -> I
         if stops and worker.at in ("sending", "blocked", "busy") and not worker.stopping:
             if worker.at == "busy":
                 left = worker.holds - MOST if worker.holds > MOST else 0
-                yield Step(f"{who}: is told to stop", set_worker(state, index, Worker("leaving", holds=left, stopping=True)), "outside")
+                yield Step(
+                    f"{who}: is told to stop",
+                    set_worker(state, index, Worker("leaving", holds=left, stopping=True)),
+                    "outside",
+                )
             else:
-                yield Step(f"{who}: is told to stop", set_worker(state, index, worker._replace(stopping=True)), "outside")
+                yield Step(
+                    f"{who}: is told to stop",
+                    set_worker(state, index, worker._replace(stopping=True)),
+                    "outside",
+                )
         if state.deaths < deaths and worker.at not in ("gone", "vanished"):
             dead = replace(state, deaths=state.deaths + 1)
-            yield Step(f"{who}: vanishes", set_worker(dead, index, Worker("vanished", holds=worker.holds)), "outside")
+            yield Step(
+                f"{who}: vanishes", set_worker(dead, index, Worker("vanished", holds=worker.holds)), "outside"
+            )
 
 
 def attended(state: State) -> bool:
     """Whether somebody is about to take what is due, without looking by itself."""
-    if any(worker.at in ("taking", "retaking", "leaving") or worker.stopping for worker in state.workers if worker.at != "gone"):
+    if any(
+        worker.at in ("taking", "retaking", "leaving") or worker.stopping
+        for worker in state.workers
+        if worker.at != "gone"
+    ):
         return True
     if state.token and any(worker.at == "sending" for worker in state.workers):
         return True

@@ -116,7 +116,9 @@ class Queue:
             elements = self.raw("LRANGE", self.key(requests), 0, -1)
             rows = self.raw("LRANGE", self.key(heads), 0, -1)
             assert len(elements) == len(rows), f"lane {lane}: {len(elements)} requests, {len(rows)} heads"
-            assert [wire.read_address(e)[0] for e in elements] == [_id(row) for row in rows], f"lane {lane}: other ids"
+            assert [wire.read_address(e)[0] for e in elements] == [_id(row) for row in rows], (
+                f"lane {lane}: other ids"
+            )
             sizes = [int(row.split(b";")[2]) for row in rows]
             assert sizes == [len(e) for e in elements], f"lane {lane}: sizes"
             total += sum(sizes)
@@ -125,10 +127,14 @@ class Queue:
         for batch in self.raw("ZRANGE", self.keys.leases, 0, -1):
             elements = self.raw("LRANGE", self.keys.batch(batch.decode()), 0, -1)
             rows = self.raw("LRANGE", self.keys.batch_heads(batch.decode()), 0, -1)
-            assert [wire.read_address(e)[0] for e in elements] == [_id(row) for row in rows], f"batch {batch!r}: other ids"
+            assert [wire.read_address(e)[0] for e in elements] == [_id(row) for row in rows], (
+                f"batch {batch!r}: other ids"
+            )
 
     def check_traces(self) -> None:
-        assert not self.raw("EXISTS", self.key("due"), self.key("due:aside")), "a take has left something behind"
+        assert not self.raw("EXISTS", self.key("due"), self.key("due:aside")), (
+            "a take has left something behind"
+        )
         assert self.tokens() <= 1, "more than one token"
 
     # --- verbs ---
@@ -146,13 +152,18 @@ class Queue:
         consistent = options.pop("consistent", True)
         options = {"producer": "p", "fresh": False, **options}
         return self.call(
-            commands.push(self.keys, requests, previous=previous, token=token, **options), consistent=consistent
+            commands.push(self.keys, requests, previous=previous, token=token, **options),
+            consistent=consistent,
         )
 
     def options(self, **changes: Any) -> TakeOptions:
-        return TakeOptions(**{"worker": "w1", "max_batch_size": 4, "max_delay_us": MINUTE, "lease_us": 5_000_000, **changes})
+        return TakeOptions(
+            **{"worker": "w1", "max_batch_size": 4, "max_delay_us": MINUTE, "lease_us": 5_000_000, **changes}
+        )
 
-    def take(self, batch: str = "b", *, consistent: bool = True, options: TakeOptions | None = None, **changes: Any) -> Taken:
+    def take(
+        self, batch: str = "b", *, consistent: bool = True, options: TakeOptions | None = None, **changes: Any
+    ) -> Taken:
         """Take, and check a batch that came of it: its requests, its heads and its lease."""
         used = options or self.options()
         before = self.now()

@@ -93,7 +93,14 @@ def test_the_script_answers_as_the_model_does_through_hundreds_of_cuts_and_losse
         for name in walk(Server(Queue(link, f"walk{seed}")), seed, 16):
             seen.add(" ".join(word for word in name.split() if not word.rstrip(":").isdigit()))
     link.close()
-    assert {"push ok", "push dup", "push gap", "push ok, answer lost", "push arrives late: ok", "flush"} <= seen
+    assert {
+        "push ok",
+        "push dup",
+        "push gap",
+        "push ok, answer lost",
+        "push arrives late: ok",
+        "flush",
+    } <= seen
 
 
 @pytest.mark.parametrize("seed", range(5))

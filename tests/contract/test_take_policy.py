@@ -13,14 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchq import commands
 from batchq.commands import Taken
 from batchq.config import BatchPolicy
 from batchq.policy import Pending
 from batchq.store import Endpoint, Link
 from tests.contract.queues import Queue, Seed, taken_ids
 
-MAX_DELAY = 0.5
+MAX_DELAY = 60.0
 RUN_TIME = 8.0
 _POLICY_MARGIN = 1.25
 
@@ -44,9 +43,9 @@ def fake_link() -> Iterator[Link]:
     link.close()
 
 
-# Ages lie well apart, and away from the limits: max_delay, a second, and the time of a run. Two clocks that are read at different moments
-# must not decide.
-AGES = st.sampled_from([0.0, 0.1, 0.75, 0.8, 1.5, 2.0, 3.5])
+# Ages lie far from all limits (max_delay, and the second after which a lane is granted a place): that the two sides read their clocks at
+# different moments must not decide. Stamps in the future by less than max_delay are as good as new.
+AGES = st.sampled_from([-30.0, -20.0, 15.0, 30.0, 75.0, 90.0, 120.0])
 REQUESTS = st.lists(st.tuples(st.sampled_from("hnl"), AGES, st.booleans()), max_size=14)
 
 
@@ -62,6 +61,7 @@ class Both:
         seeds, waiting = [], []
         base = 1000.0
         for place, (_, (lane, age, late)) in enumerate(ordered):
+            late = late and age > 0  # a deadline before the enqueue time there is not
             exact = age + (len(ordered) - place) * 0.002
             # late: alive still, but not for as long as a run takes
             left = 4.0 if late else 3600.0
@@ -69,7 +69,9 @@ class Both:
             waiting.append((lane, base - exact, base + left))
         self.now = base
         self.ids = self.queue.seed(*seeds)
-        self.late = {id_ for id_, (_, (_, _, late)) in zip(self.ids, ordered, strict=True) if late}
+        self.late = {
+            id_ for id_, (_, (_, age, late)) in zip(self.ids, ordered, strict=True) if late and age > 0
+        }
         self.local: Pending[Waiting] = Pending(
             BatchPolicy(max_batch_size=most, max_delay=MAX_DELAY, capacity=1000, capacity_bytes=1024)
         )
@@ -94,7 +96,10 @@ def plain(rows: list[tuple[str, float, bool]]) -> list[tuple[str, float, bool]]:
 
 
 checked = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -110,10 +115,15 @@ def test_both_come_to_the_same_decision_when_a_batch_is_due(fake_link, rows, mos
         assert taken.outcome == "batch"
     else:
         assert taken.outcome == "wait"
-        assert due_in - 0.3 < taken.left <= due_in + 0.001
+        assert due_in - 10 < taken.left <= due_in + 0.001
 
 
-@given(rows=REQUESTS, most=st.integers(1, 6), less=st.integers(0, 5), form=st.sampled_from(["light", "force", "native"]))
+@given(
+    rows=REQUESTS,
+    most=st.integers(1, 6),
+    less=st.integers(0, 5),
+    form=st.sampled_from(["light", "force", "native"]),
+)
 @checked
 def test_both_put_the_same_requests_into_each_batch_until_nothing_is_left(fake_link, rows, most, less, form):
     both = Both(fake_link, "fill", plain(rows), most)
@@ -133,7 +143,9 @@ def test_both_put_the_same_requests_into_each_batch_until_nothing_is_left(fake_l
             break
 
 
-@given(rows=REQUESTS, most=st.integers(1, 6), less=st.integers(0, 5), form=st.sampled_from(["light", "force"]))
+@given(
+    rows=REQUESTS, most=st.integers(1, 6), less=st.integers(0, 5), form=st.sampled_from(["light", "force"])
+)
 @checked
 def test_both_run_the_same_requests_though_some_are_too_late(fake_link, rows, most, less, form):
     both = Both(fake_link, "late", rows, most)
@@ -159,7 +171,7 @@ def test_both_run_the_same_requests_though_some_are_too_late(fake_link, rows, mo
 @checked
 def test_what_is_too_late_never_makes_a_batch_due_in_redis(fake_link, rows, most):
     both = Both(fake_link, "due", rows, most)
-    live = [row for row in rows if not row[2]]
+    live = [row for row in rows if not (row[2] and row[1] > 0)]
     alone = Both(fake_link, "alone", live, most)
     taken = both.take("b", most, "light")
     leading = len(both.late & _leading(both))

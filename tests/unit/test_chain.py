@@ -8,7 +8,9 @@ import pytest
 
 from batchq.chain import Chain, Position
 from batchq.config import ClientConfig
+from batchq.exchange import Exchange, Extras
 from batchq.session import Group, Session
+from batchq.slots import Pool, Slot
 from batchq.store import Endpoint, LinkLostError
 from tests.chain_model import State, settle, steps
 
@@ -115,33 +117,87 @@ def push_args(payload: bytes) -> list[bytes]:
     return args[3:]
 
 
-async def test_a_push_is_fresh_only_if_no_request_of_an_earlier_push_is_outstanding():
+class Cut:
+    """A connection on which every push is cut, and after which a caller goes away."""
+
+    broken = False
+
+    def __init__(self, gone: list) -> None:
+        self.fresh: list[bytes] = []
+        self.gone = gone
+        self.enough = asyncio.Event()
+
+    def cut(self, verb) -> None:
+        self.fresh.append(push_args(verb.payload)[3])
+        if self.gone:
+            self.gone.pop()()
+        if len(self.fresh) == 3:
+            self.enough.set()
+        raise LinkLostError("cut")
+
+    async def call(self, verb):
+        self.cut(verb)
+
+
+async def test_a_push_is_not_fresh_while_requests_of_earlier_pushes_are_outstanding():
+    """However many of its own callers go while it is tried again: their requests are no reason to forget the others."""
     session = Session(ClientConfig(), Endpoint("redis://unused"), asyncio.get_running_loop())
-    pushes = []
+    earlier, *mine = (session.encode("x", 10.0, "n", None, None, None) for _ in range(3))
+    earlier.number = 1
+    group = Group()
+    for call in mine:
+        group.add(call)
+    for call in (earlier, *mine):
+        session.outstanding[call.id] = call
+    link = Cut([lambda call=call: (session.outstanding.pop(call.id), call.future.cancel()) for call in mine])
+    session._push_link = link
+    session.buffer.append(group)
+    task = asyncio.create_task(session._push_forever())
+    await asyncio.wait_for(link.enough.wait(), 20)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert link.fresh == [b"0", b"0", b"0"]
 
-    class Refuses:
-        broken = False
 
-        async def call(self, verb):
-            pushes.append(push_args(verb.payload))
+async def test_a_push_that_was_fresh_stays_fresh_when_it_is_tried_again():
+    """What has joined since has not been pushed. A late first try and its repetition must not be judged differently."""
+    session = Session(ClientConfig(), Endpoint("redis://unused"), asyncio.get_running_loop())
+    mine, *later = (session.encode("x", 10.0, "n", None, None, None) for _ in range(3))
+    group = Group()
+    group.add(mine)
+    session.outstanding[mine.id] = mine
+    link = Cut([lambda call=call: session.outstanding.update({call.id: call}) for call in later])
+    session._push_link = link
+    session.buffer.append(group)
+    task = asyncio.create_task(session._push_forever())
+    await asyncio.wait_for(link.enough.wait(), 20)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert link.fresh == [b"1", b"1", b"1"]
+
+
+def test_the_blocking_client_judges_its_pushes_the_same_way():
+    class CutSlot(Slot):
+        def ask(self, call, until, *, then=None):
+            fresh.append(push_args(call.payload)[3])
             raise LinkLostError("cut")
 
+    fresh: list[bytes] = []
+    exchange = Exchange(Pool(ClientConfig(), Endpoint("redis://unused"), 1), 10.0, stream=True)
+    exchange._slot = CutSlot()
+    extras = Extras(None, None, None)
+
     def request():
-        return session.encode("x", 10.0, "n", None, None, None)
+        return exchange.request(exchange.new_id(), "x", "n", extras, 10.0, exchange.deadline)
 
     earlier, *mine = request(), request(), request()
-    group = Group()
-    for each in mine:
-        group.add(each)
-    for each in (earlier, *mine):
-        session.outstanding[each.id] = each
+    exchange.add([earlier])
+    exchange._groups.clear()
     earlier.number = 1
-    position = Position("1", "2", 2)
-    for _ in range(3):
+    exchange.add(mine)
+    for gone in [*mine, None]:
         with pytest.raises(LinkLostError):
-            await session._push(Refuses(), group, position)
-        if mine:  # its own callers go, one by one, while the push is tried again
-            gone = mine.pop()
-            session.outstanding.pop(gone.id)
-            gone.future.cancel()
-    assert [args[3] for args in pushes] == [b"0", b"0", b"0"]
+            exchange._push(exchange.deadline)
+        if gone is not None:
+            del exchange.outstanding[gone.id]
+    assert fresh == [b"0", b"0", b"0"]

@@ -31,7 +31,12 @@ def test_the_documented_defaults():
     assert (policy.capacity, policy.capacity_bytes) == (4096, 256 * MIB)
     client = ClientConfig()
     assert (client.url, client.queue, client.timeout) == ("redis://localhost:6379/0", "default", 10.0)
-    assert (client.capacity, client.max_payload, client.fail_fast, client.copy) == (None, 64 * MIB, False, True)
+    assert (client.capacity, client.max_payload, client.fail_fast, client.copy) == (
+        None,
+        64 * MIB,
+        False,
+        True,
+    )
     assert config.REPLY_TTL_MS == 60_000
     assert (config.DEFAULT_RESULT_TTL, config.DEFAULT_LEASE, config.DEFAULT_BATCH_TIMEOUT) == (3600, 5, 120)
     assert (config.DEFAULT_DRAIN_TIMEOUT, config.WORKER_ALIVE, config.DAY) == (25, 10, 86_400)

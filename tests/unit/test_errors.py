@@ -60,7 +60,9 @@ every_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name
 
 
 def public_errors() -> set[type[BatchqError]]:
-    return {item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, BatchqError)}
+    return {
+        item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, BatchqError)
+    }
 
 
 def test_the_tree_is_the_one_that_is_documented():
@@ -151,7 +153,12 @@ def test_an_unknown_code_becomes_its_familys_base(code, base):
     assert error.request_id is None
 
 
-@given(st.text(max_size=40), st.text(max_size=20), st.one_of(st.none(), st.text(max_size=40)), st.text(max_size=20))
+@given(
+    st.text(max_size=40),
+    st.text(max_size=20),
+    st.one_of(st.none(), st.text(max_size=40)),
+    st.text(max_size=20),
+)
 def test_any_code_and_text_make_an_error_of_the_tree(code, text, request_id, error_type):
     error = from_wire(code, text, request_id, error_type)
     assert isinstance(error, BatchqError)
@@ -181,7 +188,9 @@ def test_only_a_full_queue_asks_for_headers():
 
 
 @every_class
-@pytest.mark.parametrize("through", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"])
+@pytest.mark.parametrize(
+    "through", [pickle.dumps, copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"]
+)
 def test_an_error_crosses_process_pools_with_all_that_it_says(cls, through):
     error = cls("some text", request_id="ab" * 16)
     if cls is QueueFullError:

@@ -58,6 +58,9 @@ class Gate:
     def await_batch(self) -> None:
         assert self._started.acquire(timeout=PATIENCE)
 
+    def let(self, batches: int) -> None:
+        self._go.release(batches)
+
     def open(self) -> None:
         self._closed = False
         self._go.release(1000)
@@ -513,6 +516,18 @@ def test_the_thread_of_a_client_that_is_dropped_ends():
     assert not thread.is_alive()
 
 
+def test_a_map_that_the_garbage_collector_ends_waits_for_no_lock(gate):
+    with occupied(gate, max_batch_size=1) as client:
+        answers = client.map([1, 2, 3])
+        gate.let(2)
+        assert next(answers) == 2
+        with client._engine._lock:  # the collector may come in the midst of the engine's own code
+            del answers
+        gate.open()
+        client.ping()
+    assert [3] not in gate.batches
+
+
 # map
 
 
@@ -609,6 +624,14 @@ def test_map_raises_the_first_error_or_gives_errors_in_their_place(gate):
             next(answers)
         with pytest.raises(EncodeError):
             list(client.map([{3}]))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_value_too_large_for_the_queue_fails_alone_in_a_map(ordered):
+    with LocalClient(echo, max_delay=0, capacity_bytes=1024) as client:
+        answers = list(client.map(["a", "x" * 1100, "b"], return_exceptions=True, ordered=ordered))
+    assert sorted(answer for answer in answers if isinstance(answer, str)) == ["a", "b"]
+    assert [type(answer) for answer in answers].count(PayloadTooLargeError) == 1
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -782,6 +805,15 @@ def test_stats_tell_what_waits_what_runs_and_what_was(gate):
             client.job("bad").result()
         stats = client.stats()
         assert (stats.completed, stats.failed, stats.batches, stats.in_flight) == (2, 1, 2, 0)
+
+
+def test_a_batch_that_runs_is_one_in_flight_however_many_requests_it_holds(gate):
+    with LocalClient(gate.load, max_batch_size=3, max_delay=60) as client:
+        for value in range(3):
+            client.submit(value)
+        gate.await_batch()
+        assert client.stats().in_flight == 1
+        gate.open()
 
 
 def every_call(client):

@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchq import codec, errors, wire
-from batchq.errors import BatchqError, DeadlineExceededError, EncodeError, ModelError, PayloadTooLargeError, from_wire
+from batchq.errors import (
+    BatchqError,
+    DeadlineExceededError,
+    EncodeError,
+    ModelError,
+    PayloadTooLargeError,
+    from_wire,
+)
 from batchq.wire import BadRequestError, Request
 
 ID = bytes(range(16))
@@ -20,8 +27,17 @@ IDS = st.binary(min_size=16, max_size=16)
 REPLIES = st.one_of(st.integers(0, 2**32 - 1), st.text("0123456789abcdef", min_size=20, max_size=20))
 TIMEOUTS = st.integers(0, 2**32 - 1)
 VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False), st.text(), st.binary()),
-    lambda inner: st.one_of(st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=5), inner, max_size=5)),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(allow_nan=False),
+        st.text(),
+        st.binary(),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=5), st.dictionaries(st.text(max_size=5), inner, max_size=5)
+    ),
     max_leaves=10,
 )
 METAS = st.one_of(st.none(), st.dictionaries(st.text(max_size=5), VALUES, max_size=3))
@@ -37,7 +53,9 @@ def nested(depth: int) -> object:
 # --- golden bytes: a change of the format has to change these, and the version ----------------------------------------
 
 OWN_KEY = "9601c410000102030405060708090a0b0c0d0e0fce0000ea60ce000007d09201a17881a16b01"
-STREAM = "9601c410000102030405060708090a0b0c0d0e0fb46162636465666768696a30313233343536373839ce000007d09201a178c0"
+STREAM = (
+    "9601c410000102030405060708090a0b0c0d0e0fb46162636465666768696a30313233343536373839ce000007d09201a178c0"
+)
 EXTRAS = "9801c410000102030405060708090a0b0c0d0e0fce0000ea60ce000007d0c0c0a162cb4004000000000000"
 
 
@@ -103,7 +121,8 @@ def test_replies_that_stand_one_behind_the_other_arrive_in_order(answers):
 
 
 @pytest.mark.parametrize(
-    "cls", [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, BatchqError)]
+    "cls",
+    [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, BatchqError)],
 )
 def test_every_error_crosses_the_wire(cls):
     [reply] = wire.decode_replies(wire.encode_error(ID, cls("some text")))
@@ -124,8 +143,7 @@ def test_an_error_text_that_is_no_unicode_still_crosses_the_wire():
 
 
 def test_an_error_type_that_is_no_unicode_still_crosses_the_wire():
-    kind = type("Bad\ud800", (Exception,), {}).__name__
-    [reply] = wire.decode_replies(wire.encode_error(ID, ModelError("boom", error_type=kind)))
+    [reply] = wire.decode_replies(wire.encode_error(ID, ModelError("boom", error_type="Bad\ud800")))
     assert reply.error().message == "boom"
 
 
@@ -150,14 +168,18 @@ def test_a_value_over_max_payload_is_refused_with_both_sizes():
         wire.encode_reply(ID, b"x" * 1000, max_payload=1002)
 
 
-@pytest.mark.parametrize("what", [{"meta": {"a": {1}}}, {"meta": {"a": 2**64}}, {"batch_key": 2**64}, {"cost": 2**64}])
+@pytest.mark.parametrize(
+    "what", [{"meta": {"a": {1}}}, {"meta": {"a": 2**64}}, {"batch_key": 2**64}, {"cost": 2**64}]
+)
 def test_extras_that_cannot_be_carried_are_an_encode_error(what):
     with pytest.raises(EncodeError):
         wire.encode_request(ID, 1, 2, None, **what)
 
 
 @pytest.mark.parametrize("depth", [500, 511, 900, *range(1015, 1030), 5000])
-@pytest.mark.parametrize("around", [lambda v: v, lambda v: [0] * 20 + [v]], ids=["plain", "behind many scalars"])
+@pytest.mark.parametrize(
+    "around", [lambda v: v, lambda v: [0] * 20 + [v]], ids=["plain", "behind many scalars"]
+)
 def test_what_a_client_can_send_a_worker_can_read_and_the_other_way_round_however_deep(depth, around):
     value = around(nested(depth))
     try:
@@ -334,7 +356,16 @@ def found(data: bytes) -> list[tuple[bytes, object]]:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\xc1", b"\xa5ab", b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91" * 5000, b"\x94\x01", b"\x94\xa1\xff"]
+    "garbage",
+    [
+        b"\xc1",
+        b"\xa5ab",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 5000,
+        b"\x94\x01",
+        b"\x94\xa1\xff",
+    ],
 )
 def test_garbage_behind_replies_leaves_them_standing(garbage):
     assert found(GOOD + OTHER + garbage) == [(ID, "good"), (ID[::-1], "other")]
@@ -354,7 +385,9 @@ def test_a_reply_of_the_wrong_shape_does_not_hide_the_next(odd):
     assert found(GOOD + odd + OTHER) == [(ID, "good"), (ID[::-1], "other")]
 
 
-@pytest.mark.parametrize("odd", [raw(), raw(1), raw(1, ID), raw(1, ID, ""), b"\xc0", b"\x07", b"\x80"], ids=bytes.hex)
+@pytest.mark.parametrize(
+    "odd", [raw(), raw(1), raw(1, ID), raw(1, ID, ""), b"\xc0", b"\x07", b"\x80"], ids=bytes.hex
+)
 def test_a_reply_without_its_fields_does_not_hide_the_next(odd):
     assert found(GOOD + odd + OTHER) == [(ID, "good"), (ID[::-1], "other")]
 
@@ -368,7 +401,10 @@ def test_a_reply_without_its_fields_does_not_hide_the_next(odd):
 def test_an_answer_that_this_client_cannot_read_fails_its_own_caller_and_hides_no_other(value):
     bad_id = b"b" * 16
     replies = wire.decode_replies(GOOD + raw(1, bad_id, "", value) + OTHER)
-    assert [(reply.id, reply.value) for reply in replies if reply.id != bad_id] == [(ID, "good"), (ID[::-1], "other")]
+    assert [(reply.id, reply.value) for reply in replies if reply.id != bad_id] == [
+        (ID, "good"),
+        (ID[::-1], "other"),
+    ]
     [bad] = [reply for reply in replies if reply.id == bad_id]
     assert bad.code  # its caller gets an error, not silence until the deadline
     assert isinstance(bad.error(), BatchqError)
