@@ -67,7 +67,7 @@ class AsyncJob:
             return "pending" if exists else "unknown"
         return "failed" if reply.code else "done"
 
-    async def result(self, timeout: float | None = None) -> Any:
+    async def result(self, timeout: float | None = DEFAULT_TIMEOUT) -> Any:
         """Wait for the answer and return it, or raise its error; may be called again until the result expires.
 
         ``timeout`` in seconds, None means 10. Raises DeadlineExceededError where there is no result yet, JobNotFoundError where there is

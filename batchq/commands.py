@@ -657,3 +657,17 @@ def load_scripts(names: Sequence[str]) -> Call[None]:
                 raise answer
 
     return Call(b"".join(pack(b"SCRIPT", b"LOAD", script(name).source) for name in names), len(names), parse)
+
+
+# --- dead letters -----------------------------------------------------------------------------------------------------------------------
+
+
+def dead_letters(keys: Keys, start: int, stop: int) -> Call[list[bytes]]:
+    """Read dead letters, newest first: from ``start`` to ``stop``, both included; 0 is the newest, -1 the oldest."""
+    return call(b"LRANGE", keys.dead, _number(start), _number(stop))
+
+
+def drop_letters(keys: Keys, letters: Sequence[bytes]) -> Call[int]:
+    """Remove exactly these dead letters, the oldest of those that are alike; the number that were still there."""
+    payload = b"".join(pack(b"LREM", keys.dead, b"-1", letter) for letter in letters)
+    return Call(payload, len(letters), lambda answers: sum(first([answer]) for answer in answers))

@@ -1,4 +1,4 @@
-"""The push chain as a small pure model: a client as ``batchq/session.py`` plays it, a server as ``lua/admit.lua`` does, and what may go wrong.
+"""The push chain as a small pure model: a client as ``batchq/session.py`` plays it, a server as ``lua/admit.lua`` does.
 
 A state is a value; ``steps`` gives all states that may follow it. Each user request travels alone, so that a push is one request but for
 those that are pushed again after a loss.

@@ -1,7 +1,8 @@
-"""wake, want and nudge as a small pure model: workers as ``batchq_workers/loop.py`` plays them, Redis as take.lua, admit.lua and nudge.lua do.
+"""wake, want and nudge as a small pure model.
 
-Time is abstract: ``ripe`` says that the oldest pending request has waited for ``max_delay``. Everything that may happen next may happen now,
-in any order; only the poll, with which an idle worker looks by itself once a second, is told apart: nothing should ever need it.
+Workers are as ``batchq_workers/loop.py`` plays them, Redis as take.lua, admit.lua and nudge.lua do. Time is abstract: ``ripe`` says that
+the oldest pending request has waited for ``max_delay``. Everything that may happen next may happen now, in any order; only the poll, with which
+an idle worker looks by itself once a second, is told apart: nothing should ever need it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class Worker(NamedTuple):
     """One worker.
 
     ``at``: ``sending`` (BLPOP and the take behind it are on their way), ``blocked``, ``taking`` (the BLPOP has ended, the take runs next),
-    ``retaking`` (the take has to come again in its native form), ``busy``, ``prefetching`` (busy, and the same), ``leaving`` (it was told to stop,
-    and says so next), ``vanished`` (dead, and Redis does not know it yet), ``gone``.
+    ``retaking`` (the take has to come again in its native form), ``busy``, ``prefetching`` (busy, and the same), ``leaving`` (it was told
+    to stop, and says so next), ``vanished`` (dead, and Redis does not know it yet), ``gone``.
     """
 
     at: str = "sending"

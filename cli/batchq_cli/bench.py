@@ -160,7 +160,8 @@ class Rig:
     def __init__(self, redis_url: str | None) -> None:
         self._given_url = redis_url
         self._stack = contextlib.ExitStack()
-        self._info: Any = None
+        self.admin: Any = None
+        """A redis-py client for what is not measured."""
         self.url = ""
         self.run = f"bench-{secrets.token_hex(4)}"
 
@@ -170,8 +171,8 @@ class Rig:
         with contextlib.ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchq-bench-")))
             self.url = self._given_url or stack.enter_context(EmbeddedRedis()).url
-            self._info = bench_floor.connect(self.url)
-            stack.callback(self._info.close)
+            self.admin = bench_floor.connect(self.url)
+            stack.callback(self.admin.close)
             stack.callback(self._forget_keys)
             self._stack = stack.pop_all()
         return self
@@ -184,21 +185,21 @@ class Rig:
         if self._given_url is None:
             return
         for pattern in (f"batchq:{{{self.run}-*", f"{self.run}-*"):
-            for key in self._info.scan_iter(pattern, count=1000):
-                self._info.unlink(key)
+            for key in self.admin.scan_iter(pattern, count=1000):
+                self.admin.unlink(key)
         queues = [
-            name for name in self._info.zrange("batchq:queues", 0, -1) if name.decode().startswith(self.run)
+            name for name in self.admin.zrange("batchq:queues", 0, -1) if name.decode().startswith(self.run)
         ]
         if queues:
-            self._info.zrem("batchq:queues", *queues)
+            self.admin.zrem("batchq:queues", *queues)
 
     def redis_version(self) -> str:
         """Return the server's version."""
-        return str(self._info.info("server")["redis_version"])
+        return str(self.admin.info("server")["redis_version"])
 
     def redis_cpu(self) -> float:
         """Return the server's CPU seconds so far."""
-        cpu = self._info.info("cpu")
+        cpu = self.admin.info("cpu")
         return float(cpu["used_cpu_sys"]) + float(cpu["used_cpu_user"])
 
     def _start(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:

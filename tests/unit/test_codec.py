@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import enum
@@ -22,7 +23,7 @@ from batchq.codec import DecodeError
 from batchq.errors import EncodeError
 
 INTS = st.integers(-(2**63), 2**64 - 1)
-OFFSETS = st.timedeltas(datetime.timedelta(hours=-23), datetime.timedelta(hours=23)).map(datetime.timezone)
+OFFSETS = st.integers(-82_800, 82_800).map(lambda s: datetime.timezone(datetime.timedelta(seconds=s)))
 # fold does not cross the wire: == does not see it either
 DATETIMES = st.datetimes(timezones=st.one_of(st.none(), OFFSETS)).map(lambda value: value.replace(fold=0))
 SCALARS = st.one_of(
@@ -216,9 +217,11 @@ def test_an_array_of_too_many_dimensions_fails_at_its_sender_not_at_its_reader(n
     try:
         packed = codec.pack([array])
     except EncodeError as error:
-        assert "value[0]" in str(error)
+        problem = str(error)
     else:
         assert codec.unpack(packed)[0].shape == array.shape
+        return
+    assert "value[0]" in problem
 
 
 def test_a_tensor_arrives_as_an_array():
@@ -339,19 +342,19 @@ def test_what_can_be_packed_can_be_unpacked_however_deep(depth, around):
     try:
         packed = codec.pack(value)
     except EncodeError as error:
-        assert "nested too deeply" in str(error)
+        problem = str(error)
+    else:
+        codec.unpack(packed)
         return
-    codec.unpack(packed)
+    assert "nested too deeply" in problem
 
 
 # --- broken bytes -----------------------------------------------------------------------------------------------------
 
 
 def reads_or_refuses(data: bytes) -> None:
-    try:
+    with contextlib.suppress(DecodeError):
         codec.unpack(data)
-    except DecodeError as error:
-        assert str(error)
 
 
 @given(st.binary(max_size=200))

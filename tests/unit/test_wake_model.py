@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +90,7 @@ def test_whatever_happens_all_that_is_pending_is_taken_by_a_live_worker(case):
 
 
 @pytest.fixture
-def loop() -> Iterator[Any]:
+def loop() -> Any:
     """A worker's loop without its connections."""
     loop = Loop.__new__(Loop)
     loop._stop, loop._main_id, loop._due_at = Stop(), 7, None
@@ -99,7 +98,7 @@ def loop() -> Iterator[Any]:
     loop._options = TakeOptions(worker="w", max_batch_size=2, max_delay_us=1000, lease_us=1000)
     loop._issued, loop._free_name, loop._in_doubt = 0, "w.1.1", None
     loop._solo_first, loop._native = True, False
-    yield loop
+    return loop
 
 
 def test_a_worker_ends_its_wait_again_where_redis_got_that_before_the_wait_itself(loop):
