@@ -126,7 +126,13 @@ def decode_request(data: bytes, *, copy: bool = True) -> Request:
         ) from None
     timeout_ms, meta = fields[3], fields[5] if len(fields) > 5 else None
     batch_key, cost = (fields[6], fields[7]) if len(fields) > 7 else (None, None)
-    if len(fields) < 5 or type(timeout_ms) is not int or not (meta is None or isinstance(meta, dict)):
+    sound = (
+        type(timeout_ms) is int
+        and (meta is None or isinstance(meta, dict))
+        and (batch_key is None or type(batch_key) in (str, int))
+        and (cost is None or type(cost) in (int, float))
+    )
+    if not sound:
         raise BadRequestError(
             "request.encode", "the request lacks fields, or has some of the wrong type", id, reply
         )
@@ -170,27 +176,67 @@ def encode_reply(id: bytes, value: object, *, max_payload: int = 2**31) -> bytes
     return b"\x94\x01\xc4\x10" + id + b"\xa0" + payload
 
 
-def encode_error(id: bytes, error: BatchqError) -> bytes:
+def encode_error(id: bytes, error: BatchqError) -> bytes:  # noqa: A002
     """Return an error as msgpack."""
     kind = error.error_type if isinstance(error, ModelError) else ""
-    text = error.message.encode("utf-8", "replace").decode()  # an exception's text may hold lone surrogates
-    return msgpack.packb([VERSION, id, error.code, text, kind])  # type: ignore[no-any-return]
+    # an exception's text may hold lone surrogates
+    return msgpack.packb([VERSION, id, error.code, _as_unicode(error.message), _as_unicode(kind)])  # type: ignore[no-any-return]
+
+
+def _as_unicode(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 def decode_replies(data: bytes, *, copy: bool = True) -> list[Reply]:
-    """Return the replies that stand one behind the other in ``data``; what cannot be read ends the list."""
+    """Return the replies that stand one behind the other in ``data``; one that cannot be read is left out."""
+    replies: list[Reply] = []
     unpacker = msgpack.Unpacker(
-        ext_hook=codec.ext_hook(copy),
-        strict_map_key=False,
-        max_buffer_size=0,
+        ext_hook=codec.ext_hook(copy), object_pairs_hook=codec.checked_dict, strict_map_key=False, max_buffer_size=0
     )
     unpacker.feed(data)
-    replies = []
     try:
         for fields in unpacker:
-            reply = Reply(fields[1], fields[2], *fields[3:5])
-            if type(reply.id) is bytes and type(reply.code) is str:
-                replies.append(reply)
-    except Exception:  # noqa: BLE001 - broken bytes: the callers of what follows run into their deadline
-        return replies
+            replies.append(_reply(fields))
+    except Exception:  # noqa: BLE001 - broken bytes raise many kinds
+        return [reply for part in _split(data) if (reply := _decode_reply(part, copy))]
     return replies
+
+
+def _reply(fields: Any) -> Reply:
+    _, id, code, value, *rest = fields  # noqa: A001
+    if type(id) is not bytes or type(code) is not str:
+        raise TypeError("not a reply: [version, id, code, value, …] expected")
+    return Reply(id, code, value, str(rest[0]) if rest else "")
+
+
+def _split(data: bytes) -> list[bytes]:
+    """Cut ``data`` between the messages in it, as far as they can be told apart."""
+    unpacker = msgpack.Unpacker(max_buffer_size=0)
+    unpacker.feed(data)
+    parts, start = [], 0
+    try:
+        while start < len(data):
+            unpacker.skip()
+            parts.append(data[start : unpacker.tell()])
+            start = unpacker.tell()
+    except Exception:  # noqa: BLE001 - what stands behind it is lost; its callers run into their deadline
+        return parts
+    return parts
+
+
+def _decode_reply(data: bytes, copy: bool) -> Reply | None:
+    """Decode one reply that stands alone; if only its answer cannot be read, make an error of it for its caller."""
+    try:
+        return _reply(codec.unpack(data, copy=copy))
+    except (TypeError, ValueError):
+        return None
+    except codec.DecodeError as error:
+        try:
+            unpacker = msgpack.Unpacker(max_buffer_size=0)
+            unpacker.feed(data)
+            unpacker.read_array_header()
+            unpacker.skip()
+            id = unpacker.unpack()  # noqa: A001
+        except Exception:  # noqa: BLE001 - no reply at all
+            return None
+        return Reply(id, "execution", f"the answer cannot be decoded: {error}") if type(id) is bytes else None

@@ -143,13 +143,14 @@ def test_a_model_error_reaches_the_caller_whose_value_it_was(
         assert good.result() == "GOOD"
 
 
-@pytest.mark.parametrize("timeout", [0.2, 1.0])
+@pytest.mark.parametrize("timeout", [0.3, 1.0])
 def test_without_a_worker_the_deadline_comes_and_says_why(
     redis_url: str, start_worker: StartWorker, timeout: float
 ) -> None:
     start_worker("tests.models:echo", queue="sentiment")
     with Client(redis_url, queue="sentiment") as other, Client(redis_url, queue="sentimnet") as client:
         assert other.predict(1) == 1
+        client.ping()
         with pytest.raises(
             DeadlineExceededError,
             match=r"no live worker on 'sentimnet'; live queues: 'sentiment' \(1 worker\)",
@@ -715,8 +716,9 @@ def test_a_restart_of_redis_delays_a_call_and_no_more(
 def test_while_redis_does_not_answer_calls_end_at_their_timeout_and_say_so(
     own_redis: EmbeddedRedis, threads: ThreadPoolExecutor
 ) -> None:
+    url = f"{own_redis.url}?socket_connect_timeout=3600"
     with (
-        Client(own_redis.url, timeout=0.3) as client,
+        Client(url, timeout=0.3) as client,
         redis_py.Redis(port=own_redis.port, protocol=2) as admin,
     ):
         client.ping()
@@ -737,8 +739,8 @@ def test_while_redis_does_not_answer_calls_end_at_their_timeout_and_say_so(
                 client.ping,
             ):
                 with pytest.raises(BackendUnavailableError):
-                    call()
-            client.close()
+                    threads.submit(call).result(PATIENCE)
+            threads.submit(client.close).result(PATIENCE)
         finally:
             os.kill(own_redis.pid, signal.SIGCONT)
     own_redis.stop()
@@ -772,6 +774,10 @@ def test_at_maxmemory_what_waits_is_answered_and_what_comes_is_refused(
             raw.config_set("maxmemory", 1)
             with pytest.raises(QueueFullError, match="maxmemory"):
                 client.predict("more")
+            until(
+                lambda: len(connections(raw, "lindex")) == 3,
+                "the calls that look, as they are not allowed to wait",
+            )
             (tmp_path / "open").touch()
             assert [call.result(PATIENCE) for call in calls] == [0, 1, 2]
         finally:
