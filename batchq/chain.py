@@ -7,7 +7,14 @@ Tokens count up and are never used again, so "later than the last one known" is 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+
+class Pushed(Protocol):
+    """A request, with the number of the push that it left with; 0 if it has not left."""
+
+    number: int
 
 
 class Position(NamedTuple):
@@ -16,6 +23,9 @@ class Position(NamedTuple):
     previous: str
     token: str
     number: int
+    fresh: bool
+    """Whether nothing of earlier pushes was outstanding when it was made: then Redis need not know the previous one. A push that is sent
+    again is judged as the first time."""
 
 
 class Chain:
@@ -28,10 +38,15 @@ class Chain:
         """The token of the last push that Redis has confirmed, '' for none."""
         self._number = 0
 
-    def next(self) -> Position:
-        """Return the position of a new push; a push that is sent again keeps its own."""
+    def next(self, outstanding: Iterable[Pushed] = ()) -> Position:
+        """Return the position of a new push; a push that is sent again keeps its own.
+
+        ``outstanding``: all requests that wait for an answer, oldest first. They leave in that order, so the first one tells whether any
+        has left.
+        """
         self._number += 1
-        return Position(self.last, str(self._number), self._number)
+        oldest = next(iter(outstanding), None)
+        return Position(self.last, str(self._number), self._number, oldest is None or not oldest.number)
 
     def done(self, position: Position) -> None:
         """Note that Redis has confirmed a push."""

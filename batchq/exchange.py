@@ -229,7 +229,7 @@ class Exchange:
             if not group.requests:
                 self._groups.popleft()
                 return []
-            group.position = slot.chain.next()
+            group.position = slot.chain.next(self.outstanding.values())
         now = time.monotonic()
         for request in group.requests:
             request.number = group.position.number
@@ -253,7 +253,7 @@ class Exchange:
                 producer=slot.name,
                 previous=group.position.previous,
                 token=group.position.token,
-                fresh=len(self.outstanding) <= len(group.requests),
+                fresh=group.position.fresh,
                 whole=group.whole,
                 force=group.force,
                 jobs=group.jobs,

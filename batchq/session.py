@@ -297,7 +297,7 @@ class Session:
                     group, position = self._next_group(), None
                 if group is not None:
                     position = (
-                        position or self.chain.next()
+                        position or self.chain.next(self.outstanding.values())
                     )  # a push that may have run goes again under its own token
                     await self._push(link, group, position)
                     group = None
@@ -338,7 +338,7 @@ class Session:
                 producer=self.name,
                 previous=position.previous,
                 token=position.token,
-                fresh=len(self.outstanding) <= len(group.calls),
+                fresh=position.fresh,
                 whole=group.whole,
                 force=group.force,
                 jobs=group.jobs,

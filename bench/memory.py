@@ -40,6 +40,7 @@ async def run(rig: Rig, worker: object, count: int, bursts: int, payload: int) -
         show("before")
         for number in range(bursts):
             await asyncio.gather(*[client.predict(os.urandom(payload), timeout=60) for _ in range(count)])
+            await asyncio.sleep(0.1)  # the loop itself holds what has just woken this task
             show(f"after burst {number + 1}")
         await asyncio.sleep(2.5)  # replies that were read are trimmed with the next read
         show("2.5 s later")
