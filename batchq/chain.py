@@ -23,7 +23,7 @@ class Position(NamedTuple):
     previous: str
     token: str
     number: int
-    fresh: bool
+    fresh: bool = True
     """Whether nothing of earlier pushes was outstanding when it was made: then Redis need not know the previous one. A push that is sent
     again is judged as the first time."""
 
