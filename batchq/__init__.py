@@ -32,6 +32,7 @@ from batchq.errors import (
 )
 from batchq.local import AsyncLocalClient, AsyncLocalJob, LocalClient, LocalJob
 from batchq.stats import QueueStats, WorkerStats
+from batchq.sync import Client, Job
 
 __version__ = "0.1.0"
 
@@ -44,11 +45,13 @@ __all__ = [
     "BackendUnavailableError",
     "Batched",
     "BatchqError",
+    "Client",
     "ClientClosedError",
     "ConfigError",
     "DeadlineExceededError",
     "EncodeError",
     "ExecutionError",
+    "Job",
     "JobCancelledError",
     "JobNotFoundError",
     "LocalClient",

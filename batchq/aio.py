@@ -33,11 +33,19 @@ from batchq.errors import (
     BatchqError,
     ClientClosedError,
     ConfigError,
-    DeadlineExceededError,
-    JobNotFoundError,
     QueueFullError,
 )
-from batchq.requests import JOB_DEADLINE, check_result_ttl, job_wire_id, new_name, outcome, too_many
+from batchq.requests import (
+    JOB_DEADLINE,
+    check_fits,
+    check_result_ttl,
+    job_wire_id,
+    new_name,
+    no_job,
+    no_result_yet,
+    outcome,
+    read_result,
+)
 from batchq.session import Call, Group, Session
 from batchq.stats import QueueStats, from_answers
 from batchq.store import Endpoint, OutOfMemory, retry_delay
@@ -57,8 +65,7 @@ class AsyncJob:
     async def _read(self, timeout: float) -> tuple[wire.Reply | None, bool]:
         session = self._client._session()
         data, exists = await session.direct(commands.job_state(session.keys, self._wire_id), timeout)
-        replies = wire.decode_replies(data, copy=session.config.copy) if data else []
-        return (replies[0] if replies else None), exists
+        return (read_result(self._wire_id, data, session.config.copy) if data else None), exists
 
     async def state(self) -> str:
         """Return ``pending``, ``done``, ``failed``, or ``unknown``: never submitted, or its result has expired."""
@@ -82,17 +89,14 @@ class AsyncJob:
             if reply is not None:
                 return outcome(reply)
             if not exists:
-                raise JobNotFoundError(
-                    f"job {self.id!r}: there is none, or its result has expired",
-                    request_id=self._wire_id.hex(),
-                )
+                raise no_job(self.id, self._wire_id)
             left = deadline - session.loop.time()
             if left <= 0:
-                raise DeadlineExceededError(
-                    f"job {self.id!r} has no result yet after {seconds:g} s", request_id=self._wire_id.hex()
-                )
+                raise no_result_yet(self.id, seconds, self._wire_id)
             try:
-                await session.direct(commands.wait_reply(session.keys, self._wire_id, left), left, fatal=True)
+                # a second at the most: then it looks whether the job is still known
+                wait = commands.wait_reply(session.keys, self._wire_id, min(left, 1.0))
+                await session.direct(wait, left, fatal=True)
             except OutOfMemory:
                 await asyncio.sleep(min(left, 0.05))  # at maxmemory Redis refuses to wait this way
             except BackendUnavailableError:
@@ -101,7 +105,10 @@ class AsyncJob:
     async def cancel(self) -> bool:
         """Cancel the job; True if it was pending: then it is not run where it still waits, and ``result`` raises JobCancelledError."""
         session = self._client._session()
-        return await session.direct(commands.cancel_job(session.keys, self._wire_id), DEFAULT_TIMEOUT) == 1
+        cancelled = await session.direct(commands.cancel_job(session.keys, self._wire_id), DEFAULT_TIMEOUT)
+        if cancelled < 0:
+            raise no_job(self.id, self._wire_id)
+        return cancelled == 1
 
 
 class AsyncClient:
@@ -233,8 +240,7 @@ class AsyncClient:
         if not group.calls:
             return []
         calls = list(group.calls)
-        if self._config.capacity is not None and len(calls) > self._config.capacity:
-            raise too_many(len(calls), self._config.capacity)
+        check_fits(len(calls), self._config.capacity, calls[0].lane)
         deadline = calls[0].deadline
         for call in calls:
             call.deadline = call.give_up = deadline
@@ -247,8 +253,7 @@ class AsyncClient:
                 answers = await asyncio.gather(*futures)
         except QueueFullError:
             capacity = await session.direct(commands.queue_capacity(session.keys), DEFAULT_TIMEOUT)
-            if len(calls) > capacity:
-                raise too_many(len(calls), capacity) from None
+            check_fits(len(calls), capacity, calls[0].lane)
             raise
         finally:
             for call in calls:

@@ -167,7 +167,9 @@ def has_bad_key(value: object) -> bool:
             if type(item) not in _SCALARS and has_bad_key(item):
                 return True
     elif isinstance(value, (list, tuple)):
-        if _SCALARS.issuperset(map(type, value)):  # three times as fast as the loop below, and most lists are such
+        if _SCALARS.issuperset(
+            map(type, value)
+        ):  # three times as fast as the loop below, and most lists are such
             return False
         for item in value:
             if type(item) not in _SCALARS and has_bad_key(item):

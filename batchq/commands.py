@@ -200,13 +200,13 @@ def push(
 
 
 def last_push(keys: Keys, producer: str) -> Call[str]:
-    """Read the token of a producer's last push, '' where Redis knows none."""
+    """Read the token of a producer's last push, '' where Redis knows none; the record is kept for an hour more."""
 
     def parse(answers: list[Any]) -> str:
         record = first(answers)
         return record.decode().partition(" ")[0] if record else ""
 
-    return Call(pack(b"GET", keys.producer(producer)), 1, parse)
+    return Call(pack(b"GETEX", keys.producer(producer), b"EX", b"3600"), 1, parse)
 
 
 class Health(NamedTuple):
@@ -474,7 +474,7 @@ def _publish(keys: Keys, answers: Answers) -> list[bytes]:
     for client, replies in answers.entries():
         stream = keys.replies(client)
         commands += (pack(b"XADD", stream, b"*", b"r", replies), pack(b"PEXPIRE", stream, ttl))
-    for id, ttl_ms, reply in answers.own:  # noqa: A001
+    for id, ttl_ms, reply in answers.own:
         key = keys.reply(id)
         commands += (pack(b"RPUSH", key, reply), pack(b"PEXPIRE", key, _number(ttl_ms)))
     return commands

@@ -16,6 +16,7 @@ from batchq.errors import (
     BatchqError,
     ConfigError,
     DeadlineExceededError,
+    JobNotFoundError,
     NoWorkerError,
     QueueFullError,
 )
@@ -113,11 +114,36 @@ def no_worker_hint(queue: str, others: dict[str, int]) -> str:
     return f"no live worker on {queue!r}; live queues: {names}"
 
 
-def too_many(count: int, capacity: int) -> ConfigError:
-    """Return the error for more values at once than the queue may hold."""
-    return ConfigError(
-        f"predict_many of {count:,} values: the queue's capacity is {capacity:,}; use map() for more"
+def check_fits(count: int, capacity: int | None, lane: str) -> None:
+    """Raise ConfigError for more values at once than the queue can ever hold; None: not known."""
+    if capacity is None:
+        return
+    share = max(1, capacity // 2) if lane == "l" else capacity
+    if count > share:
+        half = " (low priority may fill half of it)" if lane == "l" else ""
+        raise ConfigError(
+            f"predict_many of {count:,} values: the queue's capacity is {capacity:,}{half}; use map() for more"
+        )
+
+
+def no_job(job_id: str, request_id: bytes) -> JobNotFoundError:
+    """Return the error for a job that Redis does not know."""
+    return JobNotFoundError(
+        f"job {job_id!r}: there is none, or its result has expired", request_id=request_id.hex()
     )
+
+
+def no_result_yet(job_id: str, timeout: float, request_id: bytes) -> DeadlineExceededError:
+    """Return the error for a job that is not done in time."""
+    return DeadlineExceededError(
+        f"job {job_id!r} has no result yet after {timeout:g} s", request_id=request_id.hex()
+    )
+
+
+def read_result(request_id: bytes, data: bytes, copy: bool) -> wire.Reply:
+    """Return the reply that a job's key holds; one that cannot be read is an error of its own."""
+    replies = wire.decode_replies(data, copy=copy)
+    return replies[0] if replies else wire.Reply(request_id, "execution", "the result cannot be decoded")
 
 
 def outcome(reply: wire.Reply, return_exceptions: bool = False) -> Any:

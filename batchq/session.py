@@ -296,8 +296,8 @@ class Session:
                 if group is None and self.buffer:
                     group, position = self._next_group(), None
                 if group is not None:
-                    position = (
-                        position or self.chain.next(self.outstanding.values())
+                    position = position or self.chain.next(
+                        self.outstanding.values()
                     )  # a push that may have run goes again under its own token
                     await self._push(link, group, position)
                     group = None

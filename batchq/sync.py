@@ -36,12 +36,20 @@ from batchq.errors import (
     BackendAuthError,
     BackendUnavailableError,
     ClientClosedError,
-    DeadlineExceededError,
-    JobNotFoundError,
     QueueFullError,
 )
 from batchq.exchange import LOOK, PAUSE, Exchange, Extras, Request, Result, gather, only_result, open_reply
-from batchq.requests import JOB_DEADLINE, check_result_ttl, job_wire_id, new_name, outcome, too_many
+from batchq.requests import (
+    JOB_DEADLINE,
+    check_fits,
+    check_result_ttl,
+    job_wire_id,
+    new_name,
+    no_job,
+    no_result_yet,
+    outcome,
+    read_result,
+)
 from batchq.slots import SILENCE, Pool, Slot
 from batchq.stats import QueueStats, from_answers
 from batchq.store import Endpoint, LinkLostError, OutOfMemory, retry_delay
@@ -67,9 +75,8 @@ class Job:
         """Return ``pending``, ``done``, ``failed``, or ``unknown``: never submitted, or its result has expired."""
         pool = self._client._pool()
         data, exists = pool.carry(commands.job_state(pool.keys, self._wire_id), DEFAULT_TIMEOUT)
-        replies = wire.decode_replies(data) if data else []
-        if replies:
-            return "failed" if replies[0].code else "done"
+        if data:
+            return "failed" if read_result(self._wire_id, data, pool.config.copy).code else "done"
         return "pending" if exists else "unknown"
 
     def result(self, timeout: float | None = DEFAULT_TIMEOUT) -> Any:
@@ -97,17 +104,10 @@ class Job:
                     commands.job_state(pool.keys, self._wire_id), min(deadline, now + SILENCE)
                 )
                 down, attempt = "", 0
-                replies = wire.decode_replies(data, copy=pool.config.copy) if data else []
-                if replies:
-                    return replies[0]
-                if not exists:
-                    raise JobNotFoundError(
-                        f"job {self.id!r}: there is none, or its result has expired",
-                        request_id=self._wire_id.hex(),
-                    )
                 if data:
-                    pool.pause(min(PAUSE, deadline - now))
-                    continue
+                    return read_result(self._wire_id, data, pool.config.copy)
+                if not exists:
+                    raise no_job(self.id, self._wire_id)
                 waiting = True
                 block = min(LOOK, deadline + 0.1 - now)
                 slot.ask(
@@ -127,9 +127,7 @@ class Job:
             raise BackendUnavailableError(
                 f"{down}; gave up after {seconds:g} s", request_id=self._wire_id.hex()
             )
-        raise DeadlineExceededError(
-            f"job {self.id!r} has no result yet after {seconds:g} s", request_id=self._wire_id.hex()
-        )
+        raise no_result_yet(self.id, seconds, self._wire_id)
 
     def cancel(self) -> bool:
         """Cancel the job; True if it was pending: then it is not run where it still waits, and ``result`` raises JobCancelledError.
@@ -139,9 +137,7 @@ class Job:
         pool = self._client._pool()
         cancelled = pool.carry(commands.cancel_job(pool.keys, self._wire_id), DEFAULT_TIMEOUT)
         if cancelled < 0:
-            raise JobNotFoundError(
-                f"job {self.id!r}: there is none, or its result has expired", request_id=self._wire_id.hex()
-            )
+            raise no_job(self.id, self._wire_id)
         return cancelled == 1
 
 
@@ -266,8 +262,7 @@ class Client:
         values = list(values)
         if not values:
             return []
-        if self._config.capacity is not None and len(values) > self._config.capacity:
-            raise too_many(len(values), self._config.capacity)
+        check_fits(len(values), self._config.capacity, lane)
         with Exchange(pool, seconds, stream=True) as exchange:
             extras = Extras(batch_key, cost, meta)
             requests = [
@@ -281,8 +276,7 @@ class Client:
                     if isinstance(result, QueueFullError):
                         with contextlib.suppress(BackendUnavailableError):
                             capacity = exchange.ask(commands.queue_capacity(pool.keys))
-                            if len(values) > capacity:
-                                raise too_many(len(values), capacity)
+                            check_fits(len(values), capacity, lane)
                     answers[request.id] = open_reply(result, return_exceptions)
             return [answers[request.id] for request in requests]
 
@@ -339,7 +333,8 @@ class Client:
                 elif more and not exchange.is_pushing:
                     room = concurrency - len(exchange.outstanding) - len(ready)
                     chunk, more = gather(exchange, source, room, lane, extras, seconds, ready)
-                    order += chunk
+                    if ordered:
+                        order += chunk
                 answered = 0
                 if not exchange.outstanding:
                     pool.pause(retry_at - now if refused else 0.0)

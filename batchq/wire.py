@@ -176,7 +176,7 @@ def encode_reply(id: bytes, value: object, *, max_payload: int = 2**31) -> bytes
     return b"\x94\x01\xc4\x10" + id + b"\xa0" + payload
 
 
-def encode_error(id: bytes, error: BatchqError) -> bytes:  # noqa: A002
+def encode_error(id: bytes, error: BatchqError) -> bytes:
     """Return an error as msgpack."""
     kind = error.error_type if isinstance(error, ModelError) else ""
     # an exception's text may hold lone surrogates
@@ -191,7 +191,10 @@ def decode_replies(data: bytes, *, copy: bool = True) -> list[Reply]:
     """Return the replies that stand one behind the other in ``data``; one that cannot be read is left out."""
     replies: list[Reply] = []
     unpacker = msgpack.Unpacker(
-        ext_hook=codec.ext_hook(copy), object_pairs_hook=codec.checked_dict, strict_map_key=False, max_buffer_size=0
+        ext_hook=codec.ext_hook(copy),
+        object_pairs_hook=codec.checked_dict,
+        strict_map_key=False,
+        max_buffer_size=0,
     )
     unpacker.feed(data)
     try:
@@ -203,7 +206,7 @@ def decode_replies(data: bytes, *, copy: bool = True) -> list[Reply]:
 
 
 def _reply(fields: Any) -> Reply:
-    _, id, code, value, *rest = fields  # noqa: A001
+    _, id, code, value, *rest = fields
     if type(id) is not bytes or type(code) is not str:
         raise TypeError("not a reply: [version, id, code, value, …] expected")
     return Reply(id, code, value, str(rest[0]) if rest else "")
@@ -236,7 +239,7 @@ def _decode_reply(data: bytes, copy: bool) -> Reply | None:
             unpacker.feed(data)
             unpacker.read_array_header()
             unpacker.skip()
-            id = unpacker.unpack()  # noqa: A001
+            id = unpacker.unpack()
         except Exception:  # noqa: BLE001 - no reply at all
             return None
         return Reply(id, "execution", f"the answer cannot be decoded: {error}") if type(id) is bytes else None

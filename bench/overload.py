@@ -52,7 +52,9 @@ async def flood(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--timeouts", type=float, nargs="+", default=[0.2, 0.5, 2.0], help="seconds")
     parser.add_argument("--times", type=float, default=2.0, help="of the capacity (2)")

@@ -54,7 +54,9 @@ def main() -> None:
     if not slow:
         print(f"no Redis call took more than {SLOW_US / 1e3:g} ms")
     for name, times in sorted(slow.items()):
-        print(f"{name}: {len(times)} calls of more than {SLOW_US / 1e3:g} ms, the longest {max(times):.1f} ms")
+        print(
+            f"{name}: {len(times)} calls of more than {SLOW_US / 1e3:g} ms, the longest {max(times):.1f} ms"
+        )
 
 
 if __name__ == "__main__":

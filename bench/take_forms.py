@@ -27,10 +27,13 @@ class Bed:
         self.rig = rig
         self.link = Endpoint(rig.url).link()
         self.keys = Keys(f"{rig.run}-forms")
-        self.options = TakeOptions(worker="bench", max_batch_size=BATCH, max_delay_us=5000, lease_us=5_000_000)
+        self.options = TakeOptions(
+            worker="bench", max_batch_size=BATCH, max_delay_us=5000, lease_us=5_000_000
+        )
         self.token = 0
 
     def fill(self, batches: int, payload: bytes) -> None:
+        """Push so many full batches."""
         for _ in range(batches):
             requests = []
             for _ in range(BATCH):
@@ -68,7 +71,9 @@ class Bed:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print("Redis CPU us a request, batches of 32\n payload    light   native")

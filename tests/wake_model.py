@@ -1,8 +1,8 @@
 """wake, want and nudge as a small pure model.
 
 Workers are as ``batchq_workers/loop.py`` plays them, Redis as take.lua, admit.lua and nudge.lua do. Time is abstract: ``ripe`` says that
-the oldest pending request has waited for ``max_delay``. Everything that may happen next may happen now, in any order; only the poll, with which
-an idle worker looks by itself once a second, is told apart: nothing should ever need it.
+the oldest pending request has waited for ``max_delay``. Everything that may happen next may happen now, in any order; only the poll, with
+which an idle worker looks by itself once a second, is told apart: nothing should ever need it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``batchq bench``: how fast batchq is on this machine, beside plain redis-py clients that only move the same bytes.
+"""``batchq bench``: how fast batchq is here, beside plain redis-py clients that only move the same bytes.
 
-What is compared is measured in turns, several times over, and the ratios are those of neighbours in time: machines are noisy, and a ratio
-of two figures taken a minute apart says little.
+What is compared is measured in turns, several times over, and the ratios are those of neighbours in time:
+machines are noisy, and a ratio of two figures taken a minute apart says little.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class BenchError(click.ClickException):
     exit_code = EXIT_UNEXPECTED
 
 
-# --- what is measured ---------------------------------------------------------------------------------------------------
+# --- what is measured ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One run. Rates a second, latencies in seconds, CPU in seconds a request; NaN where it could not be measured.
+    """One run: rate a second, latencies in seconds, CPU in seconds a request; NaN where not measured.
 
     ``busy``: the share of the time (0..1) that the model ran.
     """
@@ -100,7 +100,7 @@ class _Mark:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of the values that at least ``share`` (0..1) of them do not exceed; NaN if there are none."""
+    """Return the smallest value that at least ``share`` (0..1) of them do not exceed; NaN if there are none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
@@ -136,7 +136,7 @@ def _sample(first: _Mark, last: _Mark, latencies: Sequence[float]) -> Sample:
     )
 
 
-# --- what it is measured with ---------------------------------------------------------------------------------------------
+# --- what it is measured with ---
 
 
 class BenchWorker:
@@ -283,13 +283,13 @@ class Rig:
     def run_queue(
         self, worker: BenchWorker, *, value: Any, outstanding: int, seconds: float, warm_up: float = WARM_UP
     ) -> Sample:
-        """Call ``predict`` for ``seconds`` from ``outstanding`` callers, each of which waits for its answer before it asks again."""
+        """Call ``predict`` for ``seconds``: ``outstanding`` callers, each waits for its answer and asks again."""
         return asyncio.run(self._run_queue(worker, value, outstanding, seconds, warm_up))
 
     async def _run_queue(
         self, worker: BenchWorker, value: Any, outstanding: int, seconds: float, warm_up: float
     ) -> Sample:
-        from batchq import AsyncClient
+        from batchq.aio import AsyncClient
 
         latencies: list[float] = []
         over = False
@@ -318,7 +318,7 @@ class Rig:
         return _sample(first, last, latencies[first.done : last.done])
 
 
-async def _unless_one_fails(callers: list[asyncio.Future[None]], seconds: float) -> None:
+async def _unless_one_fails(callers: Sequence[asyncio.Future[None]], seconds: float) -> None:
     """Wait for ``seconds``; raise the error of a caller that fails meanwhile."""
     done, _ = await asyncio.wait(callers, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
     for caller in done:
@@ -327,7 +327,7 @@ async def _unless_one_fails(callers: list[asyncio.Future[None]], seconds: float)
 
 async def wait_until_ready(client: Any, worker: BenchWorker, value: Any) -> None:
     """Return once the worker answers; raise BenchError, with its log, if it ends."""
-    from batchq import DeadlineExceededError
+    from batchq.errors import DeadlineExceededError
 
     give_up = time.monotonic() + START_TIMEOUT
     while True:
@@ -359,7 +359,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-# --- the whole bench --------------------------------------------------------------------------------------------------
+# --- the whole bench ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -403,10 +403,10 @@ def measure(rig: Rig, settings: Settings, say: Callable[[str], None] = lambda _:
             mine = samples[case.name, case.outstanding]
             found["of_floor"] = {
                 "requests_per_second": _median(
-                    [a.rate / b.rate for a, b in zip(mine, floor, strict=True)], 3
+                    [_ratio(a.rate, b.rate) for a, b in zip(mine, floor, strict=True)], 3
                 ),
-                "p50": _median([a.p50 / b.p50 for a, b in zip(mine, floor, strict=True)], 3),
-                "cpu": _median([a.cpu / b.cpu for a, b in zip(mine, floor, strict=True)], 3),
+                "p50": _median([_ratio(a.p50, b.p50) for a, b in zip(mine, floor, strict=True)], 3),
+                "cpu": _median([_ratio(a.cpu, b.cpu) for a, b in zip(mine, floor, strict=True)], 3),
             }
         if case.name == "sleeper":
             from batchq_cli.bench_models import SLEEP_A_BATCH, SLEEP_A_REQUEST
@@ -491,6 +491,10 @@ def _cases(rig: Rig, settings: Settings) -> list[_Case]:
     return cases
 
 
+def _ratio(mine: float, floor: float) -> float:
+    return mine / floor if floor else math.nan
+
+
 def _median(values: Sequence[float], digits: int) -> float | None:
     """Return the median, None (null in JSON, which has no NaN) where there is none."""
     found = statistics.median(values)
@@ -529,12 +533,13 @@ def table(figures: dict[str, Any]) -> Iterator[str]:
         else f"{show_size(settings['payload_bytes'])} payloads"
     )
     yield (
-        f"{size}, batches of up to {settings['max_batch_size']}, max_delay {show_duration(settings['max_delay_seconds'])} "
-        f"(0 for 1 outstanding); {settings['rounds']} x {settings['seconds']:g} s each"
+        f"{size}, batches of up to {settings['max_batch_size']}, "
+        f"max_delay {show_duration(settings['max_delay_seconds'])} (0 for 1 outstanding); "
+        f"{settings['rounds']} x {settings['seconds']:g} s each"
     )
     yield (
-        f"{machine['cpus']} CPUs, Python {machine['python']}, Redis {machine['redis']}, redis-py {machine['redis_py']}"
-        f"{' with hiredis' if machine['hiredis'] else ''}"
+        f"{machine['cpus']} CPUs, Python {machine['python']}, Redis {machine['redis']}, "
+        f"redis-py {machine['redis_py']}{' with hiredis' if machine['hiredis'] else ''}"
     )
     yield ""
     yield f"{'':<22}{'':>12}{'':>9}{'':>9}{'mean':>7}{'model':>7}   CPU us a request"
@@ -548,20 +553,24 @@ def table(figures: dict[str, Any]) -> Iterator[str]:
         end = ""
         if "of_floor" in run:
             ratio = run["of_floor"]
-            end = (
-                f"p50 x {ratio['p50']:.2f}"
-                if run["outstanding"] == 1
-                else f"x {ratio['requests_per_second']:.2f}"
-            )
+            end = "p50 x" if run["outstanding"] == 1 else "x"
+            end += _cell(ratio["p50" if run["outstanding"] == 1 else "requests_per_second"], 5, ".2f")
         elif "ceiling_requests_per_second" in run:
             end = f"(its own ceiling: {run['ceiling_requests_per_second']:,.0f}/s)"
-        yield (
-            f"{run['outstanding']:>5} {run['run']:<16}{_cell(run['requests_per_second'], 12, ',.0f')}{_cell(run['p50_ms'], 9, '.2f')}"
-            f"{_cell(run['p99_ms'], 9, '.2f')}{_cell(run.get('mean_batch'), 7, '.1f')}{_cell(busy, 7, '.1%')}"
-            f"{_cell(cpu['caller'], 9, '.1f')}{_cell(cpu['worker'], 7, '.1f')}{_cell(cpu['redis'], 7, '.1f')}   {end}"
-        ).rstrip()
+        cells = [
+            f"{run['outstanding']:>5} {run['run']:<16}",
+            _cell(run["requests_per_second"], 12, ",.0f"),
+            _cell(run["p50_ms"], 9, ".2f"),
+            _cell(run["p99_ms"], 9, ".2f"),
+            _cell(run.get("mean_batch"), 7, ".1f"),
+            _cell(busy, 7, ".1%"),
+            _cell(cpu["caller"], 9, ".1f"),
+            _cell(cpu["worker"], 7, ".1f"),
+            _cell(cpu["redis"], 7, ".1f"),
+        ]
+        yield f"{''.join(cells)}   {end}".rstrip()
     yield ""
-    yield "floor: two plain redis-py processes that move the same bytes, in lists of the same size, and do nothing else"
+    yield "floor: two plain redis-py processes that move the same bytes in the same portions, and nothing else"
     if any(run["run"] == "sleeper" for run in figures["runs"]):
         yield "echo: a model that answers at once; sleeper: one that takes 5 ms a batch and 0.05 ms a request"
 
@@ -570,7 +579,7 @@ def _cell(value: float | None, width: int, form: str) -> str:
     return f"{'-' if value is None else format(value, form):>{width}}"
 
 
-# --- the command --------------------------------------------------------------------------------------------------------
+# --- the command ---
 
 
 @contextlib.contextmanager
@@ -668,8 +677,9 @@ def bench(
 ) -> None:
     """Measure batchq on this machine.
 
-    Compares batchq with plain redis-py processes that only move the same bytes (the floor), and shows where the CPU time of a request goes.
-    Each figure is the median of several runs, made in turns. What the figures mean, and how to improve them: docs/performance.md.
+    Compares batchq with plain redis-py processes that only move the same bytes (the floor), and shows where the
+    CPU time of a request goes. Each figure is the median of several runs, made in turns. What the figures mean,
+    and how to improve them: docs/performance.md.
     """
     settings = Settings(
         seconds=seconds,

@@ -1,8 +1,9 @@
-"""The floor that ``batchq bench`` compares with: plain redis-py that moves the same bytes between two processes, and does nothing else.
+"""The floor that ``batchq bench`` compares with: plain redis-py that moves the same bytes, and nothing else.
 
-No ids, no deadlines, no capacity, no leases, no msgpack: one list there, one list back. Where a connection has nothing better to do it
-blocks, and what can share a round trip does, because that is what a careful user of redis-py would write. A batch is one RPUSH, and is
-popped by a BLPOP with an LPOP for the rest behind it (BLMPOP would be one command, but asks for Redis 7).
+No ids, no deadlines, no capacity, no leases, no msgpack: one list there, one list back, between two processes.
+Where a connection has nothing better to do it blocks, and what can share a round trip does, because that is what
+a careful user of redis-py would write. A batch is one RPUSH, and is popped by a BLPOP with an LPOP for the rest
+behind it (BLMPOP would be one command, but asks for Redis 7).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import redis
@@ -53,12 +55,18 @@ class Caller:
         self._batch = batch
         self._payload = payload
 
-    def run(self, outstanding: int, warm_up: float, seconds: float, mark: Any) -> list[float]:
-        """Exchange values for ``seconds`` and return each one's latency; ``mark()`` is called when the time begins and when it ends."""
+    def run(self, outstanding: int, warm_up: float, seconds: float, mark: Callable[[], None]) -> list[float]:
+        """Exchange values for ``seconds`` and return each one's latency.
+
+        ``mark()`` is called when the time begins and when it ends.
+        """
         batch = min(self._batch, outstanding)
         sent: deque[tuple[float, int]] = deque()
         requests, replies = f"{self._name}:requests", f"{self._name}:replies"
         latencies: list[float] = []
+        exchange(
+            self._client, requests, replies, batch, [self._payload]
+        )  # the other side may still be starting
         left = outstanding - batch
         while left > 0:
             self._client.rpush(requests, *[self._payload] * min(batch, left))

@@ -19,7 +19,7 @@ Predict = Callable[[list[Any]], Any]
 
 
 class Reading(NamedTuple):
-    """What a model's clock shows: its calls and their values so far, seconds spent in them, when the last one ended."""
+    """What a model's clock shows: calls, their values, seconds spent in them, when the last one ended."""
 
     calls: float
     values: float
@@ -27,7 +27,10 @@ class Reading(NamedTuple):
     last_end: float
 
     def since(self, before: Reading) -> tuple[float, float]:
-        """Return the mean batch size and the share of the time (0..1) that the model ran, from the end of one call to that of another."""
+        """Return the mean batch size, and the share of the time (0..1) that the model ran.
+
+        Both from the end of one call to the end of another.
+        """
         calls, wall = self.calls - before.calls, self.last_end - before.last_end
         return (
             (self.values - before.values) / calls if calls else 0.0,
@@ -36,7 +39,7 @@ class Reading(NamedTuple):
 
 
 class Clock:
-    """Four numbers in a file that the model's process writes and the bench reads, without a message between them."""
+    """Four numbers in a file: the model's process writes them, the bench reads them, no message is sent."""
 
     def __init__(self, path: str) -> None:
         file = Path(path)
@@ -81,7 +84,7 @@ def echo(clock: str) -> Predict:
 
 
 def sleeper(clock: str) -> Predict:
-    """Load a model that takes 5 ms a batch and 0.05 ms a request, as one on a GPU may: it holds no CPU meanwhile."""
+    """Load a model that takes 5 ms a batch and 0.05 ms a request, and no CPU, as one on a GPU may."""
 
     def predict(inputs: list[Any]) -> list[Any]:
         time.sleep(SLEEP_A_BATCH + SLEEP_A_REQUEST * len(inputs))

@@ -378,6 +378,14 @@ def test_what_is_over_a_full_batch_stays_in_order_and_leaves_a_token(queue: Queu
 
 
 @every_form
+def test_a_single_request_that_is_left_over_leaves_a_token_too(queue: Queue, form):
+    queue.push(outgoing(5), "", "1")
+    queue.drink_token()
+    assert queue.take(form=form).pending == 1
+    assert queue.tokens() == 1
+
+
+@every_form
 def test_an_overdue_request_is_taken_alone(queue: Queue, form):
     pending = queue.seed(Seed(age=60))
     taken = queue.take(form=form)
@@ -1210,6 +1218,7 @@ def test_a_pending_job_can_be_cancelled_and_is_not_run(queue: Queue):
     assert 4000 < queue.ttl_ms(f"reply:{job.id.hex()}") <= 5000
     taken = queue.take(options=queue.options(max_delay_us=0))
     assert taken_ids(taken) == [other.id]
+    assert queue.raw("LRANGE", queue.keys.reply(job.id), 0, -1) == [data]
     assert queue.call(commands.cancel_job(queue.keys, job.id)) == 0
 
 

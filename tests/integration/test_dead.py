@@ -29,7 +29,13 @@ from batchq_workers.batches import dead_letter
 from tests.conftest import StartWorker
 
 DEAD = "batchq:{default}:dead"
-GARBAGE = (b"", b"\xc1", b"\x81", msgpack.packb([1, 2]), msgpack.packb({"id": 7, "died_us": 2**63, "request": "x"}))
+GARBAGE = (
+    b"",
+    b"\xc1",
+    b"\x81",
+    msgpack.packb([1, 2]),
+    msgpack.packb({"id": 7, "died_us": 2**63, "request": "x"}),
+)
 """What somebody else, or a broken disk, may have left where letters should be."""
 
 
@@ -163,7 +169,13 @@ def test_list_has_the_newest_first_and_show_has_all_of_one(redis_url: str) -> No
 
 def test_a_payload_is_printed_as_call_prints_answers(redis_url: str) -> None:
     when = datetime.datetime(2026, 1, 2, 3, 4, 5)
-    value = {"array": np.eye(2, dtype="f4"), "bytes": b"\x00", "when": when, "nan": float("nan"), "é": [1, None]}
+    value = {
+        "array": np.eye(2, dtype="f4"),
+        "bytes": b"\x00",
+        "when": when,
+        "nan": float("nan"),
+        "é": [1, None],
+    }
     bury(redis_url, letter("ab" * 16, value, batch_key="k", cost=2.5))
     shown = dict(line.split(maxsplit=1) for line in out("show", "ab", "--payload").splitlines())
     assert json.loads(shown["value"]) == {

@@ -269,6 +269,7 @@ class Data:
         (2**64, "value:", "send it as a str"),
         (-(2**63) - 1, "value:", "64 bits"),
         ([0, [1, 2**70]], "value[1][1]:", "send it as a str"),
+        ([-(2**63), 2**64 - 1, 2**64], "value[2]:", "send it as a str"),
         ({"a": {"b c": [2**64]}}, "value.a['b c'][0]:", "64 bits"),
         ({2**64: 1}, "value[18446744073709551616]:", "dict key"),
         ({"a": {(1, 2): 3}}, "value.a[(1, 2)]:", "str or int keys"),
