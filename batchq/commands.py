@@ -24,6 +24,7 @@ MAX_XADD_BYTES: Final = 1024 * 1024
 DEAD_LETTERS: Final = 1000
 DEAD_TTL_S: Final = 7 * 86_400
 MAX_SOLO_DEATHS: Final = 2
+PRODUCER_TTL_S: Final = 3600
 
 
 class Script(NamedTuple):
@@ -200,13 +201,16 @@ def push(
 
 
 def last_push(keys: Keys, producer: str) -> Call[str]:
-    """Read the token of a producer's last push, '' where Redis knows none; the record is kept for an hour more."""
+    """Read the token of a producer's last push, '' where Redis knows none.
+
+    The record is kept for another hour: its requests may be outstanding for longer, and would be taken for lost without it.
+    """
 
     def parse(answers: list[Any]) -> str:
         record = first(answers)
         return record.decode().partition(" ")[0] if record else ""
 
-    return Call(pack(b"GETEX", keys.producer(producer), b"EX", b"3600"), 1, parse)
+    return Call(pack(b"GETEX", keys.producer(producer), b"EX", _number(PRODUCER_TTL_S)), 1, parse)
 
 
 class Health(NamedTuple):
@@ -217,7 +221,7 @@ class Health(NamedTuple):
 
 
 def health(keys: Keys, producer: str) -> Call[Health]:
-    """Read a producer's last push and when a worker last reported."""
+    """Read a producer's last push, and when a worker last reported."""
     record = last_push(keys, producer)
 
     def parse(answers: list[Any]) -> Health:

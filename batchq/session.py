@@ -7,6 +7,7 @@ one read brings the replies of whole batches.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -371,7 +372,8 @@ class Session:
                     call.future.set_result(None)
         if time.time() - self._touched > 60:
             self._touched = time.time()
-            await self._carry(link, commands.touch_queue(self.keys, self._touched))
+            with contextlib.suppress(BackendUnavailableError):  # the push is through, whatever becomes of this
+                await self._carry(link, commands.touch_queue(self.keys, self._touched))
 
     def _repush(self, stored: str) -> None:
         """Redis has lost pushes: make one of every outstanding request that left after the last one it knows."""

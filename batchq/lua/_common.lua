@@ -23,6 +23,11 @@ local function int(number)
   return string.format('%.0f', number)
 end
 
+-- At maxmemory Redis refuses a script's first write unless it can free memory; a script that has written may go on.
+local function begin_writing()
+  redis.call('DEL', prefix .. 'due')
+end
+
 -- How many requests are pending, over all lanes.
 local function pending()
   local n = 0
@@ -73,14 +78,20 @@ local function repair(lane, extra)
     return
   end
   if surplus > 0 then
-    -- a head with no time left: take will drop the orphan
-    local void = {}
-    for i = 1, surplus do
-      void[i] = int(now) .. ';0;0;0;' .. lane .. ';0;' .. string.rep('0', 32)
+    -- nobody can tell when the orphans came: they go, from in front of `extra`
+    local aside = prefix .. 'due:aside'
+    for _ = 1, extra do
+      redis.call('LMOVE', requests, aside, 'RIGHT', 'LEFT')
     end
-    push('RPUSH', heads, void)
+    redis.call('LTRIM', requests, 0, -surplus - 1)
+    for _ = 1, extra do
+      redis.call('LMOVE', aside, requests, 'LEFT', 'RIGHT')
+    end
   else
-    redis.call('LTRIM', heads, 0, surplus - 1)
+    -- a take was torn between its two moves: the requests of the first heads are in its batch
+    local lost = redis.call('LRANGE', heads, 0, -surplus - 1)
+    redis.call('LTRIM', heads, -surplus, -1)
+    add_pending_bytes(-bytes_of(lost), pending())
   end
   redis.call('HINCRBY', prefix .. 'counters', 'repaired', math.abs(surplus))
 end

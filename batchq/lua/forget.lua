@@ -2,7 +2,8 @@
 --
 -- ARGV  ids, hex
 -- Returns how many stood there.
-local ids, found = {}, 0
+begin_writing()
+local ids, found, gone = {}, 0, {}
 for _, id in ipairs(ARGV) do
   ids[id] = true
 end
@@ -11,10 +12,12 @@ for i, head in ipairs(redis.call('LRANGE', LISTS.s[2], 0, -1)) do
     redis.call('LSET', LISTS.s[1], i - 1, '')
     redis.call('LSET', LISTS.s[2], i - 1, '')
     found = found + 1
+    gone[found] = head
   end
 end
 if found > 0 then
   redis.call('LREM', LISTS.s[1], 0, '')
   redis.call('LREM', LISTS.s[2], 0, '')
+  add_pending_bytes(-bytes_of(gone), pending())
 end
 return found

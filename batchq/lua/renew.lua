@@ -2,6 +2,7 @@
 --
 -- ARGV  1 lease us, then batches: those that are finished meanwhile stay so
 -- Returns {now, batch, lease end, …}: the leases that have expired.
+begin_writing()
 for i = 2, #ARGV do
   redis.call('ZADD', prefix .. 'leases', 'XX', int(now + ARGV[1]), ARGV[i])
 end

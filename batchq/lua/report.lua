@@ -5,6 +5,7 @@
 -- Returns {now, 'kept' or 'set', config field, value, …, '', worker, report, …}: the other workers that are alive.
 --
 -- The first live worker's options hold; a later one gets them back.
+begin_writing()
 local others, alive = {}, 0
 local reports = redis.call('HGETALL', prefix .. 'workers')
 for i = 1, #reports, 2 do

@@ -23,6 +23,7 @@ local LIGHT_BYTES, AGED = 65536, 1000000
 
 local again = redis.call('LRANGE', target_heads, 0, -1)
 if #again > 0 then
+  begin_writing()
   redis.call('ZADD', prefix .. 'leases', int(now + ARGV[5]), batch)
   return {'batch', now, 'again', pending(), unpack(again)}
 end

@@ -289,10 +289,10 @@ def test_requests_that_lost_their_heads_are_not_run_and_keep_nobody_else_waiting
 
 
 def test_heads_that_lost_their_requests_go(queue: Queue):
-    kept = queue.seed(Seed(), Seed())
     queue.seed(Seed(), Seed(), Seed())
-    for _ in range(3):
-        queue.raw("RPOP", queue.keys.requests["n"])
+    kept = queue.seed(Seed(), Seed())
+    for _ in range(3):  # from the front, as a take does that is torn
+        queue.raw("LPOP", queue.keys.requests["n"])
     requests = outgoing(2)
     queue.push(requests, "", "1")
     assert queue.ids("n") == kept + ids(requests)
@@ -312,8 +312,8 @@ def test_take_repairs_a_lane_that_lost_heads(queue: Queue, form):
 
 @every_form
 def test_take_repairs_a_lane_that_lost_requests(queue: Queue, form):
-    [kept, _] = queue.seed(Seed(age=100), Seed(age=100))
-    queue.raw("RPOP", queue.keys.requests["n"])
+    [_, kept] = queue.seed(Seed(age=100), Seed(age=100))
+    queue.raw("LPOP", queue.keys.requests["n"])
     taken = queue.take(form=form)
     assert taken_ids(taken) == [kept]
     assert queue.dump()["counters"][b"repaired"] == b"1"

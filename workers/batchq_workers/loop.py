@@ -37,6 +37,8 @@ _ANSWER_WITHIN: Final = 5.0
 _OVERLAP_FROM: Final = 0.001
 """Seconds a batch from which on a second thread pays: handing over to it costs about a tenth of that."""
 _PREFETCH_TRIES: Final = 4
+_UNBLOCK_AGAIN: Final = 0.001
+"""Seconds after which to end a wait once more that Redis did not know of yet."""
 _NATIVE_FROM: Final = 2048
 """Mean bytes a request from which on LMOVE outside of scripts is cheaper than moving inside (docs/performance.md)."""
 
@@ -188,28 +190,29 @@ class Loop:
     def _await_token(self, link: Link, side: Link) -> None:
         """Wait for the token, until the batch that is forming is due: then have Redis end the wait, and go on to the take."""
         patience = time.monotonic() + IDLE_POLL + _ANSWER_WITHIN
-        unblocked = False
+        end_at, told = self._due_at, False
         while True:
-            until = patience if self._due_at is None or unblocked else min(patience, self._due_at)
-            if link.wait(max(0.0, until - time.monotonic()), *(() if unblocked else (self._stop.fd,))):
+            until = patience if end_at is None else min(patience, end_at)
+            if link.wait(max(0.0, until - time.monotonic()), *(() if told else (self._stop.fd,))):
                 return
-            if not unblocked:
-                # A timeout of Redis' own would come up to 100 ms late, see docs/protocol.md.
-                side.call(commands.call(b"CLIENT", b"UNBLOCK", b"%d" % self._main_id))
-                unblocked = True
-                patience = time.monotonic() + _ANSWER_WITHIN
-            elif time.monotonic() >= patience:
+            if time.monotonic() >= patience:
                 link.close()
                 raise LinkLostError("Redis has not answered in time")
+            # A timeout of Redis' own would come up to 100 ms late, see docs/protocol.md. This may overtake the BLPOP, on its connection, and
+            # then ends nothing: say it again until it does.
+            ended = side.call(commands.call(b"CLIENT", b"UNBLOCK", b"%d" % self._main_id))
+            end_at, told = None if ended else time.monotonic() + _UNBLOCK_AGAIN, True
+            if ended:
+                patience = time.monotonic() + _ANSWER_WITHIN
 
-    def _received(self, link: Link, name: str, taken: Taken) -> Batch | None:
+    def _received(self, link: Link, name: str, taken: Taken, *, prefetch: bool = False) -> Batch | None:
         """Turn what a take came to into a batch."""
         if taken.outcome == "bulk":
             self._native = True
             try:
-                taken = link.call(self._take(name, "native"))
+                taken = link.call(self._take(name, "native", prefetch=prefetch))
             except OutOfMemory:
-                taken = link.call(self._take(name, "force"))
+                taken = link.call(self._take(name, "force", prefetch=prefetch))
         self._due_at = time.monotonic() + taken.left if taken.outcome == "wait" else None
         if taken.outcome != "batch":
             if taken.dropped:
@@ -305,7 +308,7 @@ class Loop:
                 except OutOfMemory:
                     taken = link.call(self._take(name, "force", prefetch=True))
                 if taken.outcome in ("batch", "bulk"):
-                    return self._received(link, name, taken)
+                    return self._received(link, name, taken, prefetch=True)
                 self._in_doubt = None
             except BackendUnavailableError:
                 return None  # the main thread will see for itself
