@@ -82,7 +82,7 @@ def test_the_documented_rights_suffice_for_all_that_clients_and_workers_do(
         with pytest.raises(JobCancelledError):
             job.result()
         threaded.submit("held", id="held")
-        start_worker("tests.models:echo", url=work)
+        second = start_worker("tests.models:echo", url=work)
         assert threaded.job("held").result(timeout=60) == "held"
 
     def run(*args: str) -> str:
@@ -98,9 +98,10 @@ def test_the_documented_rights_suffice_for_all_that_clients_and_workers_do(
     with Client(api, timeout=60) as threaded:
         assert threaded.job(requeued["job"]).result(timeout=60) == "poison"
     assert json.loads(run("dead", "drop", "--all", "--json", "--redis", api)) == []
-    # what Redis has refused them: nothing but what each can do without
+    # What Redis has refused them is what each can do without: `batchq ping` says that it cannot look, and redis-py wants to tell its name.
     refused = {(entry[b"username"], entry[b"object"]) for entry in denials(admin)}
-    assert refused <= {(b"api", b"info")}  # `batchq ping` looks, and says that it cannot
+    assert refused <= {(b"api", b"info"), (b"api", b"client"), (b"worker", b"client")}
+    assert "refuses" not in worker.log + second.log
 
 
 def denials(admin: redis_py.Redis) -> list[dict[bytes, bytes]]:

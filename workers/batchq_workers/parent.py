@@ -115,6 +115,7 @@ class Parent:
         self._down_since: float | None = None
         self._attempt = 0
         self._next_try = 0.0
+        self._next_report = 0.0
         self._last = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._means = (0.0, 0.0, 0.0, 0.0)
 
@@ -126,7 +127,7 @@ class Parent:
             code = self._start(wake)
             if code is not None:
                 return code
-            next_report = next_renewal = 0.0
+            next_renewal = 0.0
             while True:
                 now = time.monotonic()
                 code = self._look_after_child(now)
@@ -140,15 +141,15 @@ class Parent:
                         if now >= next_renewal:
                             next_renewal = now + self._config.lease / 3
                             self._renew()
-                        if now >= next_report:
-                            next_report = now + REPORT_EVERY
+                        if now >= self._next_report:
+                            self._next_report = now + REPORT_EVERY
                             self._report()
                 soon = (
                     self._kill_at is not None
                     or self._orphans
                     or (self._child is not None and not self._child.board.get("ready"))
                 )
-                timeout = 0.1 if soon else min(next_report, next_renewal) - time.monotonic()
+                timeout = 0.05 if soon else min(self._next_report, next_renewal) - time.monotonic()
                 select.select([wake], [], [], max(0.01, min(timeout, REPORT_EVERY)))
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 512)
@@ -316,6 +317,7 @@ class Parent:
             return self._child_ended(child, code, now)
         if child.board.get("ready") and not self._was_ready:
             self._was_ready = True
+            self._next_report = now  # whoever waits for this worker need not wait for a second
             log.info("ready")
         if self._signals and self._kill_at is None:
             log.info(
