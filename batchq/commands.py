@@ -377,9 +377,21 @@ class Taken:
     left: float = 0.0
     kind: str = ""
     pending: int = 0
-    heads: tuple[Head | None, ...] = ()
+    raw_heads: tuple[bytes, ...] = ()
     requests: list[bytes] | None = None
     dropped: int = 0
+
+    @property
+    def heads(self) -> tuple[Head | None, ...]:
+        """The heads, parsed; a worker that only runs the batch can do without."""
+        return tuple(map(parse_head, self.raw_heads))
+
+    @property
+    def oldest(self) -> int:
+        """When the oldest of the requests to be run was enqueued, ``now`` if there is none."""
+        # stamps have one length, so the smallest text is the smallest number
+        first = min(filter(None, self.raw_heads), default=b"").partition(b";")[0]
+        return int(first) if first else self.now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,7 +446,7 @@ def _taken(result: list[Any], requests: Any) -> Taken:
         return Taken(outcome, now, left=result[3] / 1e6 if outcome == "wait" else 0.0, dropped=result[2])
     if outcome != "batch":
         return Taken(outcome, now)
-    heads = tuple(map(parse_head, result[4:]))
+    heads = tuple(result[4:])
     if isinstance(requests, Exception) or len(requests) != len(heads):
         requests = None
     return Taken(outcome, now, 0.0, result[2].decode(), result[3], heads, requests)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import os
 import random
 import time
@@ -60,7 +61,6 @@ class Call:
         "number",
         "request",
         "timeout",
-        "timer",
         "ttl_ms",
     )
 
@@ -84,7 +84,6 @@ class Call:
         self.ttl_ms = 0
         self.number = 0
         """The push that it left with; 0 while it has not left."""
-        self.timer: asyncio.TimerHandle | None = None
 
     def outgoing(self, now: float) -> Outgoing:
         """Return the request as it is pushed now, with the time that is left."""
@@ -147,6 +146,12 @@ class Session:
         self._reply_wake: asyncio.Future[None] | None = None
         self._busy_since: dict[AsyncLink, float] = {}
         self._tick_handle: asyncio.TimerHandle | None = None
+        self._deadlines: list[tuple[float, bytes]] = []
+        """A heap of (when its caller gives up, id), also of requests that are over: they are passed over.
+
+        A timer of the loop's for each request would cost more than packing it does.
+        """
+        self._alarm: asyncio.TimerHandle | None = None
         self._check_due = False
         self._touched = 0.0
 
@@ -200,16 +205,36 @@ class Session:
 
     def _expect(self, call: Call) -> None:
         self.outstanding[call.id] = call
-        call.timer = self.loop.call_at(call.give_up, self._expire, call)
+        deadlines = self._deadlines
+        if len(deadlines) > 256 + 2 * len(self.outstanding):
+            deadlines[:] = [entry for entry in deadlines if entry[1] in self.outstanding]
+            heapq.heapify(deadlines)
+        heapq.heappush(deadlines, (call.give_up, call.id))
+        if self._alarm is None or call.give_up < self._alarm.when():
+            self._set_alarm()
         if self._tick_handle is None:
             self._tick_handle = self.loop.call_later(min(1.0, call.timeout / 2), self._tick)
+
+    def _set_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self.loop.call_at(self._deadlines[0][0], self._ring) if self._deadlines else None
+
+    def _ring(self) -> None:
+        """Fail the requests whose callers no longer wait."""
+        self._alarm = None
+        deadlines, now = self._deadlines, self.loop.time()
+        # the loop rings up to its clock's resolution early; who is in the way and over is passed over
+        while deadlines and (deadlines[0][0] <= now + 1e-4 or deadlines[0][1] not in self.outstanding):
+            due, request_id = heapq.heappop(deadlines)
+            call = self.outstanding.get(request_id)
+            if call is not None and call.give_up <= due:
+                self._expire(call)
+        self._set_alarm()
 
     def _settle(self, call: Call) -> None:
         """Forget a request that is over."""
         self.outstanding.pop(call.id, None)
-        if call.timer is not None:
-            call.timer.cancel()
-            call.timer = None
 
     def _fail(self, call: Call, error: BatchqError) -> None:
         self._settle(call)
@@ -249,7 +274,10 @@ class Session:
         for link, since in list(self._busy_since.items()):
             if now - since > _SILENCE:
                 link.abort()
-        if self.outstanding and not self.closed:
+        if not self.outstanding:
+            self._deadlines.clear()
+            self._set_alarm()
+        elif not self.closed:
             self._check_due = True
             self._kick()
             self._tick_handle = self.loop.call_later(1.0, self._tick)
@@ -372,7 +400,9 @@ class Session:
                     call.future.set_result(None)
         if time.time() - self._touched > 60:
             self._touched = time.time()
-            with contextlib.suppress(BackendUnavailableError):  # the push is through, whatever becomes of this
+            with contextlib.suppress(
+                BackendUnavailableError
+            ):  # the push is through, whatever becomes of this
                 await self._carry(link, commands.touch_queue(self.keys, self._touched))
 
     def _repush(self, stored: str) -> None:
@@ -436,15 +466,14 @@ class Session:
             for entry, replies in entries:
                 cursor = entry
                 self._answer(replies)
+            if entries:
+                entries = []  # not to be kept while the next ones are waited for
 
     def _answer(self, data: bytes) -> None:
         for reply in wire.decode_replies(data, copy=self.config.copy):
             call = self.outstanding.pop(reply.id, None)
             if call is None:
                 continue
-            if call.timer is not None:
-                call.timer.cancel()
-                call.timer = None
             if not call.future.done():
                 if reply.code:
                     call.future.set_exception(reply.error())
@@ -498,8 +527,9 @@ class Session:
             await link.close()
 
     def _fail_all(self) -> None:
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
+        for handle in (self._tick_handle, self._alarm):
+            if handle is not None:
+                handle.cancel()
         for call in [*self.outstanding.values()]:
             self._fail(call, ClientClosedError("the client was closed", request_id=call.id.hex()))
         self.buffer.clear()

@@ -28,6 +28,8 @@ _STREAM = struct.Struct(">BBH16sB20sBI")
 _ID = 0xC410  # bin 8, 16 bytes
 CLIENT_NAME_LENGTH = 20
 _TIMEOUT = struct.Struct(">I")
+_OURS = bytes((0x96, VERSION, 0xC4, 0x10))
+_NAMED = bytes((0xA0 | CLIENT_NAME_LENGTH,))
 
 
 class Request(NamedTuple):
@@ -110,7 +112,15 @@ def with_timeout(request: bytes, timeout_ms: int) -> bytes:
 
 def decode_request(data: bytes, *, copy: bool = True) -> Request:
     """Return the request in ``data``; raise BadRequestError, with as much as could be read."""
-    version, id, reply = _read_address(data)
+    reply: str | int
+    if (
+        data[:4] == _OURS
+        and data[20:21] == _NAMED
+        and _CLIENT_NAME.fullmatch(name := data[21:41].decode("latin-1"))
+    ):
+        version, id, reply = VERSION, data[4:20], name  # as encode_request lays it out
+    else:
+        version, id, reply = _read_address(data)
     if not OLDEST_VERSION <= version <= VERSION:
         raise BadRequestError(
             "request.version",

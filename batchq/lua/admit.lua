@@ -11,6 +11,9 @@
 --         {'no_worker', now}                     no worker has reported within ARGV[9]; nothing was changed
 local producer = prefix .. 'producer:' .. ARGV[1]
 local flags = ARGV[5]
+local whole = string.find(flags, 'w', 1, true)
+local force = string.find(flags, 'f', 1, true)
+local jobs = string.find(flags, 'j', 1, true)
 local pushes, at = {}, 11
 for i = 1, tonumber(ARGV[10]) do
   pushes[i] = {lane = ARGV[at], n = tonumber(ARGV[at + 1]), bytes = tonumber(ARGV[at + 2])}
@@ -72,7 +75,7 @@ local answer, kept = {'ok', now}, {}
 
 for _, p in ipairs(pushes) do
   local n, size = p.n, p.bytes
-  if not string.find(flags, 'f', 1, true) then
+  if not force then
     local most = room
     if p.lane == 'l' then
       most = math.min(most, math.max(1, math.floor(capacity / 2)) - redis.call('LLEN', LISTS.l[2]))
@@ -91,7 +94,7 @@ for _, p in ipairs(pushes) do
       end
       n = fits
     end
-    if string.find(flags, 'w', 1, true) and n < p.n then
+    if whole and n < p.n then
       n, size = 0, 0
     end
   end
@@ -99,7 +102,7 @@ for _, p in ipairs(pushes) do
   local heads = {}
   for i = 1, n do
     local head = ARGV[first + i - 1]
-    if string.find(flags, 'j', 1, true) then
+    if jobs then
       local timeout, ttl, id = string.match(head, '^(%d+);%d+;%d+;%a;(%d+);(%x+)')
       local mark = prefix .. 'job:' .. id
       if redis.call('EXISTS', mark) == 1 then

@@ -63,18 +63,18 @@ end
 
 -- Look at the front of a lane: leading requests that are not run, then up to `limit` live ones with what stands among them.
 local function scan(lane)
-  local found = {lane = lane, front = {}, why = {}, heads = {}, fates = {}, live = 0, bytes = 0}
-  local from = 0
+  local found = {lane = lane, front = {}, why = {}, heads = {}, fates = {}, sizes = {}, live = 0, bytes = 0}
+  local from, n = 0, 0
   while true do
     local page = redis.call('LRANGE', LISTS[lane][2], from, from + limit - 1)
     for _, head in ipairs(page) do
       local why, enqueued, size = fate(head, horizon)
-      if why and #found.heads == 0 then
+      if why and n == 0 then
         found.front[#found.front + 1], found.why[#found.why + 1] = head, why
         found.bytes = found.bytes + size
       else
-        local n = #found.heads + 1
-        found.heads[n], found.fates[n] = head, why or ''
+        n = n + 1
+        found.heads[n], found.fates[n], found.sizes[n] = head, why or '', size
         if not why then
           found.oldest = found.oldest or enqueued
         end
@@ -130,7 +130,7 @@ local function solo()
           end
         end
       end
-      return {lane = 's', front = {}, why = {}, heads = {head}, fates = {''}, live = 1, bytes = 0, take = 1}
+      return {lane = 's', front = {}, why = {}, heads = {head}, fates = {''}, sizes = {size}, live = 1, bytes = 0, take = 1}
     end
     redis.call('DEL', prefix .. 'want')
     redis.call('LTRIM', LISTS.s[1], 1, -1)
@@ -243,7 +243,10 @@ for _, found in ipairs(parts) do
   for i = elements + 1, #found.heads do
     found.heads[i] = nil
   end
-  found.size = bytes_of(found.heads)
+  found.size = 0
+  for i = 1, elements do
+    found.size = found.size + found.sizes[i]
+  end
   found.whole = elements == redis.call('LLEN', LISTS[found.lane][2])
   bytes = bytes + found.size
 end

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from batchq import wire
-from batchq.commands import Answers, Head, Taken
+from batchq.commands import Answers, Head, Taken, parse_head
 from batchq.errors import BatchqError, DeadlineExceededError, EncodeError, ModelError, from_wire
 
 
@@ -59,21 +59,23 @@ def dead_letter(reason: str, request: bytes, head: Head | None, attempts: int = 
 
 def decode(name: str, taken: Taken, requests: Sequence[bytes]) -> Batch:
     """Decode a taken batch, each request on its own: a broken one harms no other."""
-    batch = Batch(name, taken.kind, taken.pending)
-    for head, data in zip(taken.heads, requests, strict=True):
-        if head is None:
+    batch = Batch(name, taken.kind, taken.pending, waited=max(0.0, (taken.now - taken.oldest) / 1e6))
+    for raw_head, data in zip(taken.raw_heads, requests, strict=True):
+        if not raw_head:
             continue
-        batch.waited = max(batch.waited, (taken.now - head.enqueued) / 1e6)
         try:
             request = wire.decode_request(data)
         except wire.BadRequestError as error:
             if error.id is None or error.reply is None:
-                batch.letters.append(dead_letter(f"undecodable: {error.message}", data, head))
+                batch.letters.append(dead_letter(f"undecodable: {error.message}", data, parse_head(raw_head)))
             else:
                 reply = wire.encode_error(error.id, from_wire(error.code, error.message, error.id.hex()))
                 batch.early.append((error.id, error.reply, reply))
             continue
-        if head.enqueued + head.timeout <= taken.now:  # one among live ones: take has moved it along
+        head = parse_head(raw_head) if taken.kind == "again" else None
+        if (
+            head is not None and head.enqueued + head.timeout <= taken.now
+        ):  # take itself has looked at all others
             if head.ttl_ms:
                 late = DeadlineExceededError("the job's deadline passed before a worker could run it")
                 batch.early.append((request.id, request.reply, wire.encode_error(request.id, late)))

@@ -106,7 +106,8 @@ class Loop:
             while not (self._stop.requested and not self._unpublished):
                 self._board.add("round", 1)
                 try:
-                    self._publish_all()
+                    if self._stop.requested or self._in_doubt is not None:
+                        self._publish_all()
                     if self._stop.requested:
                         break
                     batch = self._next()
@@ -156,7 +157,8 @@ class Loop:
             self._options,
             name,
             limit=min(limit, self._cap.limit(time.monotonic()) or limit),
-            run_us=int(self._run_time.seconds * DEADLINE_MARGIN * 1e6),
+            # what is fetched ahead first waits for the batch that runs
+            run_us=int(self._run_time.seconds * DEADLINE_MARGIN * (2 if prefetch else 1) * 1e6),
             form=form,
             solo_first=self._solo_first,
             prefetch=prefetch,
@@ -169,11 +171,22 @@ class Loop:
             name = self._in_doubt
             taken = link.call(self._take(name, "light"))
             return self._received(link, name, taken)
+        while len(self._unpublished) > 1 or (self._unpublished and self._unpublished[0][0].letters):
+            self._publish_first()
         name = self._new_name()
         wake = commands.wait_wake(self._keys, IDLE_POLL)
         take = self._take(name, "native" if self._native else "light")
         self._in_doubt = name
-        link.send(wake.payload + take.payload, wake.answers + take.answers)
+        if self._unpublished:
+            batch, replies = self._unpublished[0]
+            finish = commands.finish(self._keys, batch.name, replies)
+            link.send(
+                b"".join((finish.payload, wake.payload, take.payload)),
+                finish.answers + wake.answers + take.answers,
+            )
+            self._published(link, side, finish, link.read(finish.answers))
+        else:
+            link.send(wake.payload + take.payload, wake.answers + take.answers)
         self._await_token(link, side)
         woken = link.read(wake.answers)
         answers = link.read(take.answers)
@@ -198,8 +211,8 @@ class Loop:
             if time.monotonic() >= patience:
                 link.close()
                 raise LinkLostError("Redis has not answered in time")
-            # A timeout of Redis' own would come up to 100 ms late, see docs/protocol.md. This may overtake the BLPOP, on its connection, and
-            # then ends nothing: say it again until it does.
+            # A timeout of Redis' own would come up to 100 ms late, see docs/protocol.md. This may overtake the BLPOP, which
+            # is on another connection, and then ends nothing: say it again until it does.
             ended = side.call(commands.call(b"CLIENT", b"UNBLOCK", b"%d" % self._main_id))
             end_at, told = None if ended else time.monotonic() + _UNBLOCK_AGAIN, True
             if ended:
@@ -224,11 +237,11 @@ class Loop:
             requests = link.call(commands.fetch_batch(self._keys, name))
         self._free_name = None
         self._in_doubt = None
-        if len(requests) != len(taken.heads):
+        if len(requests) != len(taken.raw_heads):
             log.error(
                 "a batch has %d requests and %d heads: given back",
                 len(requests),
-                len(taken.heads),
+                len(taken.raw_heads),
                 extra={"batch": name},
             )
             link.call(commands.release(self._keys, name))
@@ -322,11 +335,29 @@ class Loop:
         except BackendUnavailableError:
             self._unpublished.append((batch, answers))
 
+    def _published(self, link: Link, side: Link, finish: commands.Call[bool], answers: list[Any]) -> None:
+        """Read what became of the replies that left in front of a take."""
+        batch, replies = self._unpublished[0]
+        try:
+            held = link.parse(finish, answers)
+        except OutOfMemory:
+            held = side.call(commands.finish_at_maxmemory(self._keys, batch.name, replies))
+        except BaseException:
+            link.close()  # the wait and the take behind it are still to be answered
+            raise
+        self._unpublished.pop(0)
+        if not held:
+            side.call(commands.forget(self._keys, batch.ids))
+        self._board.add("failed", replies.failed)
+
+    def _publish_first(self) -> None:
+        batch, answers = self._unpublished[0]
+        self._publish(self._main_link(), batch, answers)
+        self._unpublished.pop(0)
+
     def _publish_all(self) -> None:
         while self._unpublished:
-            batch, answers = self._unpublished[0]
-            self._publish(self._main_link(), batch, answers)
-            self._unpublished.pop(0)
+            self._publish_first()
 
     def _publish(self, link: Link, batch: Batch, answers: Answers) -> None:
         try:

@@ -63,7 +63,7 @@ class _Child:
         self.started = time.monotonic()
         self.board, fd = Board.create()
         try:
-            self.process = subprocess.Popen(
+            self.process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-c", _CHILD],
                 stdin=subprocess.PIPE,
                 pass_fds=[fd],
