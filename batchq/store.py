@@ -7,6 +7,7 @@ out reads after 5 s. Nothing is repeated here but what Redis says that it has no
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 import socket
@@ -36,6 +37,7 @@ from batchq.errors import BackendAuthError, BackendUnavailableError, BatchqError
 T = TypeVar("T")
 
 CONNECT_TIMEOUT: Final = 5.0
+ANSWER_TIMEOUT: Final = 5.0
 
 
 class LinkLostError(BackendUnavailableError):
@@ -110,7 +112,8 @@ class Endpoint:
             "retry": retry,
             "retry_on_error": [],
             "health_check_interval": 0,
-            "socket_timeout": None,
+            # a sync connection that owes an answer for longer is half-open; the asyncio client has a watch of its own
+            "socket_timeout": None if want_async else ANSWER_TIMEOUT,
             "socket_connect_timeout": kwargs.get("socket_connect_timeout") or CONNECT_TIMEOUT,
             "protocol": 2,
             "decode_responses": False,
@@ -296,15 +299,23 @@ class AsyncLink:
     async def open(self) -> None:
         """Connect and make sure that Redis knows the scripts."""
         try:
-            await self._connection.connect()
-            self.broken = False
-            await self._load_missing()
+            await asyncio.wait_for(self._open(), CONNECT_TIMEOUT)
+        except asyncio.TimeoutError:
+            await self.close()
+            raise LinkLostError(
+                f"Redis at {self._name} has not answered within {CONNECT_TIMEOUT:g} s"
+            ) from None
         except (RedisError, OSError) as error:
             await self.close()
             raise explain(error, self._name) from error
         except BaseException:
-            await self.close()  # an answer may be on its way that nobody will read
+            await self.close()
             raise
+
+    async def _open(self) -> None:
+        await self._connection.connect()
+        self.broken = False
+        await self._load_missing()
 
     async def _load_missing(self) -> None:
         missing = await self._run(commands.scripts_known())

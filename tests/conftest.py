@@ -50,7 +50,18 @@ class Worker:
     def __init__(self, url: str, model: str, *options: str, queue: str = "default", log: Path) -> None:
         self.url, self.queue = url, queue
         self.log_path = log
-        command = [sys.executable, "-m", "batchq_cli", "worker", "--redis", url, "--queue", queue, "--model", model]
+        command = [
+            sys.executable,
+            "-m",
+            "batchq_cli",
+            "worker",
+            "--redis",
+            url,
+            "--queue",
+            queue,
+            "--model",
+            model,
+        ]
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
                 [*command, "--app-dir", str(ROOT), "--log-format", "text", *options],
@@ -69,7 +80,9 @@ class Worker:
         with redis.Redis.from_url(self.url, protocol=2) as client:
             while True:
                 reports = client.hvals(f"batchq:{{{self.queue}}}:workers")
-                if any(f"-{self.process.pid}-".encode() in report and b'"ready"' in report for report in reports):
+                if any(
+                    f"-{self.process.pid}-".encode() in report and b'"ready"' in report for report in reports
+                ):
                     return self
                 code = self.process.poll()
                 assert code is None, f"the worker ended with {code}:\n{self.log}"
@@ -79,7 +92,10 @@ class Worker:
     @property
     def children(self) -> list[int]:
         """The process ids of its children."""
-        return [int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
+        return [
+            int(pid)
+            for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ]
 
     def stop(self, seconds: float = 40.0) -> int:
         """SIGTERM it, and return its exit code."""
@@ -93,8 +109,12 @@ def start_worker(redis_url: str, tmp_path: Path) -> Iterator[StartWorker]:
     """Start workers: ``start_worker("tests.models:echo", "--max-delay", "0")``; at the end each must drain and exit with 0."""
     workers: list[Worker] = []
 
-    def start(model: str, *options: str, queue: str = "default", wait: bool = True, url: str | None = None) -> Worker:
-        worker = Worker(url or redis_url, model, *options, queue=queue, log=tmp_path / f"worker-{len(workers)}.log")
+    def start(
+        model: str, *options: str, queue: str = "default", wait: bool = True, url: str | None = None
+    ) -> Worker:
+        worker = Worker(
+            url or redis_url, model, *options, queue=queue, log=tmp_path / f"worker-{len(workers)}.log"
+        )
         workers.append(worker)
         return worker.wait_ready() if wait else worker
 

@@ -49,7 +49,7 @@ OLDEST: Final = (6, 2)
 ROUND_TRIPS: Final = 20
 RIGHTS: Final = (
     "~batchq:* +@read +@write +@scripting +@transaction +@connection +@blocking -@dangerous "
-    "+time +info +client|unblock"
+    "+time +info +client|id +client|unblock"
 )
 """What a worker's user of Redis needs, and more than a client's does, as ACL SETUSER wants it."""
 

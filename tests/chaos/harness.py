@@ -284,7 +284,7 @@ class Stack:
 
     async def fail_over_to_a_lagging_replica(self) -> None:
         """The primary dies, and a replica that has missed its last 0.3 s takes over."""
-        replica = EmbeddedRedis("--replicaof", f"127.0.0.1 {self.redis.port}")
+        replica = EmbeddedRedis("--replicaof", "127.0.0.1", str(self.redis.port))
         replica.start()
         with redis_py.Redis(port=replica.port, protocol=2) as other:
             deadline = time.monotonic() + 10

@@ -57,7 +57,14 @@ async def redis_fails_over(*, seed: int, seconds: float) -> Ledger:
 
 
 async def redis_refuses(*, seed: int, seconds: float) -> Ledger:
-    faults = ("fill_memory", "become_read_only", "lack_replicas", "be_slow", "forget_scripts", "be_unreachable")
+    faults = (
+        "fill_memory",
+        "become_read_only",
+        "lack_replicas",
+        "be_slow",
+        "forget_scripts",
+        "be_unreachable",
+    )
     return await _run(Stack(seed), seconds, *faults, every=0.6)
 
 

@@ -36,7 +36,11 @@ def state_of(client: AsyncClient):
 def has_left(client: AsyncClient) -> bool:
     """Whether all calls that were made have been pushed."""
     session = client._current
-    return session is not None and not session.buffer and all(call.number for call in session.outstanding.values())
+    return (
+        session is not None
+        and not session.buffer
+        and all(call.number for call in session.outstanding.values())
+    )
 
 
 async def test_each_caller_gets_the_answer_to_its_own_value(

@@ -6,7 +6,6 @@ In brackets behind the first words of each docstring: where it was reported.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import random
@@ -39,13 +38,19 @@ QUEUE = "batchq:{default}:"
 PATIENCE = 30.0
 """Seconds after which a test that waits for an event gives up."""
 
+TRANSACTION = b"+QUEUED"
+"""What the reply to a transaction holds: of a client's to a push, of a worker's to the answers to a batch, and to nothing else."""
+TOKEN = b":wake\r\n"
+"""What the reply holds that ends a worker's wait; that of the take is right behind it."""
+
 
 class FaultyProxy(Proxy):
-    """``swallow``: that many replies to pushes, and no others, are swallowed, and their connections cut. ``mute``: nothing passes."""
+    """Swallows ``swallow`` replies that hold ``mark``, and no others, and cuts their connections; while it is ``mute``, nothing passes."""
 
     def __init__(self, target_port: int) -> None:
         self.swallow = 0
         self.swallowed = 0
+        self.mark = TRANSACTION
         self.mute = False
         super().__init__(target_port, seed=1)
 
@@ -61,9 +66,7 @@ class _Watched:
         data = await self._reader.read(size)
         while self._proxy.mute:
             await asyncio.sleep(0.01)
-        if (
-            self._replies and self._proxy.swallow and b"+QUEUED" in data
-        ):  # a client's only transaction is a push
+        if self._replies and self._proxy.swallow and self._proxy.mark in data:
             self._proxy.swallow -= 1
             self._proxy.swallowed += 1
             return b""
@@ -165,19 +168,22 @@ async def test_what_a_blocking_pop_had_fetched_when_it_was_cut_by_a_shutdown_goe
         assert started(tmp_path).count("held") == 1
 
 
-async def test_a_blocking_pop_that_is_cut_at_the_very_push_loses_nothing(
-    redis_url: str, raw: redis_py.Redis, start_worker: StartWorker
+async def test_what_redis_has_answered_to_a_worker_just_as_the_connection_was_cut_is_not_lost_and_runs_once(
+    redis_url: str, raw: redis_py.Redis, proxy: FaultyProxy, start_worker: StartWorker, tmp_path: Path
 ) -> None:
-    start_worker("tests.models:echo", "--max-delay", "0")
+    (tmp_path / "open").touch()
+    gate = ("tests.models:gate", "--model-arg", f"path={tmp_path}", "--max-delay", "0")
+    start_worker(*gate, url=through(proxy))
     async with AsyncClient(redis_url) as client:
-        for n in range(15):
+        for n in range(12):
             await until(lambda: connections(raw, "blpop"), what="the worker's wait")
-            waits = connections(raw, "blpop")
-            call = asyncio.create_task(client.predict(n))
-            with contextlib.suppress(redis_py.ResponseError):  # it is gone already
-                for connection in waits:
-                    raw.client_kill_filter(_id=connection["id"])
-            assert await call == n
+            proxy.mark = (TOKEN, TRANSACTION)[
+                n % 2
+            ]  # the token and the batch, or that the answers have arrived
+            proxy.swallow = 1
+            assert await client.predict(n, timeout=60) == n
+            await until(lambda n=n: proxy.swallowed == n + 1, what="the cut")
+    assert started(tmp_path) == [str(n) for n in range(12)]
     assert counter(raw, "recovered") == 0
 
 
@@ -220,7 +226,7 @@ async def test_a_batch_that_was_taken_and_not_yet_read_by_its_worker_is_swept_by
 
 
 async def test_a_worker_whose_connections_were_cut_while_it_was_idle_answers_the_next_request(
-    redis_url: str, raw: redis_py.Redis, start_worker: StartWorker, proxy: FaultyProxy
+    redis_url: str, raw: redis_py.Redis, proxy: FaultyProxy, start_worker: StartWorker
 ) -> None:
     """A worker silent after a reconnect while its health says fine (bullmq 4479, celery 8030, groupmq 16)."""
     start_worker("tests.models:echo", "--max-delay", "0", url=through(proxy))
@@ -239,7 +245,7 @@ async def test_a_worker_whose_connections_were_cut_while_it_was_idle_answers_the
 
 
 async def test_a_worker_on_a_connection_that_fell_silent_opens_another(
-    redis_url: str, raw: redis_py.Redis, start_worker: StartWorker, proxy: FaultyProxy
+    redis_url: str, raw: redis_py.Redis, proxy: FaultyProxy, start_worker: StartWorker
 ) -> None:
     """The same, where nothing says that the connection is gone: a firewall has forgotten it."""
     start_worker("tests.models:echo", "--max-delay", "0", url=through(proxy))
@@ -344,7 +350,7 @@ async def test_a_second_signal_does_not_wait_for_the_batch_that_runs(
 
 
 async def test_a_worker_can_be_stopped_while_redis_accepts_and_says_nothing(
-    redis_url: str, raw: redis_py.Redis, start_worker: StartWorker, proxy: FaultyProxy
+    redis_url: str, raw: redis_py.Redis, proxy: FaultyProxy, start_worker: StartWorker
 ) -> None:
     """Close hangs when Redis is gone (bullmq 2430)."""
     worker = start_worker("tests.models:echo", "--drain-timeout", "0.5s", url=through(proxy))
@@ -358,7 +364,7 @@ async def test_a_worker_can_be_stopped_while_redis_accepts_and_says_nothing(
 
 
 async def test_a_worker_can_be_stopped_while_redis_refuses(
-    raw: redis_py.Redis, start_worker: StartWorker, proxy: FaultyProxy
+    raw: redis_py.Redis, proxy: FaultyProxy, start_worker: StartWorker
 ) -> None:
     worker = start_worker("tests.models:echo", "--drain-timeout", "0.5s", url=through(proxy))
     proxy.refuse = True
@@ -372,7 +378,7 @@ async def test_a_worker_can_be_stopped_while_redis_refuses(
 
 
 async def test_a_push_whose_reply_was_lost_is_in_the_queue_once(
-    redis_url: str, raw: redis_py.Redis, start_worker: StartWorker, proxy: FaultyProxy, tmp_path: Path
+    redis_url: str, raw: redis_py.Redis, proxy: FaultyProxy, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     """Commands sent again after a lost reply (redis-py 977, 3554)."""
     (tmp_path / "open").touch()
@@ -397,7 +403,7 @@ async def test_a_push_whose_reply_was_lost_is_in_the_queue_once(
 
 
 def test_a_push_of_a_thread_whose_reply_was_lost_is_in_the_queue_once(
-    raw: redis_py.Redis, start_worker: StartWorker, proxy: FaultyProxy, tmp_path: Path
+    raw: redis_py.Redis, proxy: FaultyProxy, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     (tmp_path / "open").touch()
     start_worker("tests.models:gate", "--model-arg", f"path={tmp_path}")
@@ -417,7 +423,7 @@ def test_a_push_of_a_thread_whose_reply_was_lost_is_in_the_queue_once(
 
 
 async def test_after_a_cancel_no_answer_goes_to_another_call(
-    redis_url: str, start_worker: StartWorker, proxy: FaultyProxy
+    redis_url: str, proxy: FaultyProxy, start_worker: StartWorker
 ) -> None:
     """Replies off by one after a cancel (redis-py 2624)."""
     start_worker("tests.models:echo", "--max-delay", "0")
@@ -457,7 +463,7 @@ async def test_after_a_cancel_no_answer_goes_to_another_call(
 
 
 async def test_cancelled_calls_leave_no_connection_behind(
-    redis_url: str, raw: redis_py.Redis, start_worker: StartWorker, proxy: FaultyProxy
+    redis_url: str, raw: redis_py.Redis, proxy: FaultyProxy, start_worker: StartWorker
 ) -> None:
     """Pooled connections leaked by cancel (redis-py 4121)."""
     start_worker("tests.models:echo", "--max-delay", "0")
@@ -697,8 +703,10 @@ FORKED = """
         return pid
 
     async def parent():
+        links = []
         if sys.argv[2] == "after":
             await ask("parent")
+            links = list(client._current._links)
         waiting = asyncio.ensure_future(ask("parent, meanwhile"))
         await asyncio.sleep(0)
         children = [fork(n) for n in range(3)]
@@ -707,7 +715,7 @@ FORKED = """
         for pid in children:
             _, status = await asyncio.to_thread(os.waitpid, pid, 0)
             assert status == 0, status
-        links = list(client._current._links)
+        links = links or list(client._current._links)
         await ask("parent, at the end")
         assert client._current._links == links
         assert not any(link.broken for link in links)  # no child has closed or disturbed them

@@ -489,7 +489,7 @@ async def test_cancelling_a_task_withdraws_its_request_and_disturbs_nobody_else(
 
 async def test_nothing_stays_in_memory_of_requests_that_were_answered_cancelled_or_late(gate):
     gc.collect()
-    others = [found for found in gc.get_objects() if isinstance(found, Request)]
+    others = [found for found in gc.get_objects() if type(found) is Request]
     client = AsyncLocalClient(gate.load, max_batch_size=4, max_delay=0)
     tasks = [asyncio.create_task(client.predict(n)) for n in range(100)]
     await asyncio.to_thread(gate.await_batch)
@@ -502,7 +502,7 @@ async def test_nothing_stays_in_memory_of_requests_that_were_answered_cancelled_
     await client.ping()
     del tasks, task
     gc.collect()
-    assert [found for found in gc.get_objects() if isinstance(found, Request) and found not in others] == []
+    assert [found for found in gc.get_objects() if type(found) is Request and found not in others] == []
     await client.aclose()
 
 
