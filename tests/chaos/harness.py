@@ -18,7 +18,7 @@ from pathlib import Path
 
 import redis as redis_py
 
-from batchq import AsyncClient, QueueFullError, WorkerLostError
+from batchq import AsyncClient, QueueFullError, WorkerLostError, wire
 from batchq_cli.embedded import EmbeddedRedis
 from tests.chaos.proxy import Proxy
 
@@ -187,7 +187,8 @@ class Stack:
             await fault()
         self.proxy.drop, self.proxy.delay, self.proxy.refuse = 0.0, 0.0, False
         await asyncio.gather(load, *poisons)
-        self.ledger.executions.update(int(line) for line in self._runs.read_text().split())
+        # below zero: what broken bytes happened to ask for
+        self.ledger.executions.update(n for line in self._runs.read_text().split() if (n := int(line)) >= 0)
         return self.ledger
 
     # --- faults ---
@@ -327,6 +328,41 @@ class Stack:
     async def forget_scripts(self) -> None:
         """SCRIPT FLUSH, as after a failover."""
         self.raw.script_flush()
+
+    def _mutate(self, data: bytes) -> bytes:
+        """Flip, insert, remove and cut bytes."""
+        broken = bytearray(data)
+        for _ in range(self.random.randint(1, 6)):
+            at = self.random.randrange(len(broken) + 1)
+            how = self.random.randrange(4)
+            if how == 0 and at < len(broken):
+                broken[at] = self.random.randrange(256)
+            elif how == 1:
+                broken[at:at] = self.random.randbytes(self.random.randint(1, 9))
+            elif how == 2:
+                del broken[at : at + self.random.randint(1, 9)]
+            elif self.random.random() < 0.3:
+                del broken[at:]
+        return bytes(broken)
+
+    async def break_bytes(self) -> None:
+        """Put broken requests, heads and replies where whole ones are expected."""
+        queue = "batchq:{default}:"
+        now = int(time.time() * 1e6)
+        for _ in range(40):
+            request_id = self.random.randbytes(16)
+            request = self._mutate(wire.encode_request(request_id, "z" * 20, 60_000, self.random.randint(-(10**9), -1)))
+            head = f"{now};60000000;{len(request)};0;n;0;{request_id.hex()}".encode()
+            if self.random.random() < 0.3:
+                head = self._mutate(head)
+            lane = self.random.choice(["", ":high", ":low"])
+            with self.raw.pipeline(transaction=True) as pipeline:
+                pipeline.rpush(f"{queue}requests{lane}", request).rpush(f"{queue}heads{lane}", head)
+                pipeline.execute()
+            session = self.client._current
+            if session is not None:
+                reply = self._mutate(wire.encode_reply(request_id, "never asked for"))
+                self.raw.xadd(f"{queue}replies:{session.name}", {self.random.choice(["r", "x"]): reply})
 
     async def be_unreachable(self) -> None:
         """All connections are cut, and new ones refused, for half a second."""

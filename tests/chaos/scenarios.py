@@ -68,6 +68,10 @@ async def redis_refuses(*, seed: int, seconds: float) -> Ledger:
     return await _run(Stack(seed), seconds, *faults, every=0.6)
 
 
+async def bytes_are_broken(*, seed: int, seconds: float) -> Ledger:
+    return await _run(Stack(seed), seconds, "break_bytes", every=0.2)
+
+
 async def two_requests_are_poison(*, seed: int, seconds: float) -> Ledger:
     return await _run(Stack(seed), seconds, poison=2)
 
@@ -97,6 +101,7 @@ SCENARIOS: dict[str, Scenario] = {
         redis_loses_everything,
         redis_fails_over,
         redis_refuses,
+        bytes_are_broken,
         two_requests_are_poison,
         all_of_it_happens_together,
     )
