@@ -7,6 +7,7 @@ n``. An element that is an Exception fails its own item.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -78,7 +79,10 @@ class Model:
             for index, answer in zip(
                 indices, _answers(self._predict(list(values[start:end])), len(indices)), strict=True
             ):
-                outcomes[index] = self._item_error(answer, index) if isinstance(answer, Exception) else answer
+                if isinstance(answer, Exception):
+                    outcomes[index] = self._item_error(answer, index)
+                else:
+                    outcomes[index] = answer if len(indices) == len(values) else _own(answer)
         except _WrongAnswerError as error:
             self._fail(error, indices, outcomes, str(error), "")
             return []
@@ -110,6 +114,16 @@ class Model:
             self._on_error(error, list(indices))
         for index in indices:  # an instance each: they are raised in different callers
             outcomes[index] = ModelError(message, error_type=error_type)
+
+
+def _own(answer: Any) -> Any:
+    """Return a copy of an answer to a part of a batch: the model may give out the same buffers with the next part's answers."""
+    if hasattr(answer, "detach"):  # a torch tensor: one with a gradient cannot be deep-copied
+        return answer.detach().clone()
+    try:
+        return copy.deepcopy(answer)
+    except Exception:  # noqa: BLE001 - what cannot be copied cannot be sent either, and will say so
+        return answer
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -351,7 +351,9 @@ class Stack:
         now = int(time.time() * 1e6)
         for _ in range(40):
             request_id = self.random.randbytes(16)
-            request = self._mutate(wire.encode_request(request_id, "z" * 20, 60_000, self.random.randint(-(10**9), -1)))
+            request = self._mutate(
+                wire.encode_request(request_id, "z" * 20, 60_000, self.random.randint(-(10**9), -1))
+            )
             head = f"{now};60000000;{len(request)};0;n;0;{request_id.hex()}".encode()
             if self.random.random() < 0.3:
                 head = self._mutate(head)

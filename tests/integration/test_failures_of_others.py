@@ -366,6 +366,7 @@ async def test_a_worker_can_be_stopped_while_redis_refuses(
     await until(lambda: "Redis is not available" in worker.log, what="the outage")
     worker.process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(worker.process.wait, PATIENCE) == 0
+    assert "Redis is back" not in worker.log  # it never was
 
 
 # --- what is sent twice, or cancelled ----------------------------------------------------------------------
@@ -497,7 +498,6 @@ async def test_futures_of_calls_that_timed_out_are_freed_and_the_service_goes_on
         await until(lambda: client._current and len(client._current.outstanding) == 300, what="the calls")
         session = session_of(client)
         futures = [weakref.ref(call.future) for call in session.outstanding.values()]
-        timers = [weakref.ref(call.timer) for call in session.outstanding.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(answer) for answer in answers} == {DeadlineExceededError}
         del answers, calls
@@ -507,7 +507,6 @@ async def test_futures_of_calls_that_timed_out_are_freed_and_the_service_goes_on
         assert await asyncio.gather(*[client.predict(n) for n in range(50)]) == list(range(50))
         gc.collect()
         assert [ref for ref in futures if ref() is not None] == []
-        assert len([ref for ref in timers if ref() is not None and not ref().cancelled()]) == 0
         assert (await client.stats()).completed == 50
 
 
@@ -615,10 +614,12 @@ async def test_more_requests_than_lua_can_unpack_are_admitted_taken_cancelled_an
         assert len(heads) == 3 * 4096
         assert link.call(commands.forget(keys, [head.id for head in heads if head])) == 3 * 4096
         assert raw.llen(QUEUE + "solo") == 0
-        # somebody else's elements without heads
-        raw.rpush(QUEUE + "requests", *[b"orphan"] * 9000)
-        link.call(commands.push(keys, requests(1), **push))
-        assert raw.llen(QUEUE + "heads") == 9001
+        # halves of requests, as a torn append-only file may leave them
+        for half in ("requests", "heads"):
+            raw.rpush(QUEUE + half, *[b"half"] * 9000)
+            link.call(commands.push(keys, requests(1), **push))
+            assert raw.llen(QUEUE + "requests") == raw.llen(QUEUE + "heads")
+        assert counter(raw, "repaired") == 2 * 9000
     finally:
         link.close()
 

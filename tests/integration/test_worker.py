@@ -231,3 +231,17 @@ async def test_an_answer_that_cannot_be_sent_fails_its_item_alone(
         assert all(
             isinstance(answer, ModelError) and "cannot be sent" in answer.message for answer in answers[1::2]
         )
+
+
+async def test_a_model_may_overwrite_its_answers_with_the_next_batch(
+    redis_url: str, start_worker: StartWorker
+) -> None:
+    start_worker("tests.models:reuses_its_output", "--max-batch-size", "8", "--max-delay", "1ms")
+    async with AsyncClient(redis_url) as client:
+        answers = await asyncio.gather(*[client.predict(n) for n in range(800)])
+        assert [answer.tolist() for answer in answers] == [[n] * 4 for n in range(800)]
+        # and in the halves of a batch that failed
+        answers = await client.predict_many([1, 2, "bad", 4, 5, 6], return_exceptions=True)
+        assert [answer.tolist() for n, answer in enumerate(answers) if n != 2] == [
+            [n] * 4 for n in (1, 2, 4, 5, 6)
+        ]

@@ -273,20 +273,21 @@ class Loop:
                 and not self._stop.requested
             ):
                 ahead = self._second.submit(self._prefetch, is_over)
-            outcomes = self._run(batch)
+            # encoded before the model runs again: it may give out the same buffers with the next batch's answers
+            answers = encode(batch, self._run(batch), self._config.max_payload)
             over = True
             if published is not None:
                 published.result()
                 published = None
             following = ahead.result() if ahead is not None else None
             if following is None:
-                self._unpublished.append((batch, encode(batch, outcomes, self._config.max_payload)))
+                self._unpublished.append((batch, answers))
             elif self._stop.requested:
-                self._unpublished.append((batch, encode(batch, outcomes, self._config.max_payload)))
+                self._unpublished.append((batch, answers))
                 self._side_link().call(commands.release(self._keys, following.name))
                 following = None
             else:
-                published = self._second.submit(self._publish_behind, batch, outcomes)
+                published = self._second.submit(self._publish_behind, batch, answers)
 
     def _run(self, batch: Batch) -> list[Any]:
         if not batch.requests:
@@ -327,9 +328,8 @@ class Loop:
                 return None  # the main thread will see for itself
         return None
 
-    def _publish_behind(self, batch: Batch, outcomes: list[Any]) -> None:
+    def _publish_behind(self, batch: Batch, answers: Answers) -> None:
         """On the second thread: answer a batch while the model runs the next."""
-        answers = encode(batch, outcomes, self._config.max_payload)
         try:
             self._publish(self._side_link(), batch, answers)
         except BackendUnavailableError:
