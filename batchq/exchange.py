@@ -18,7 +18,7 @@ from batchq.config import DAY, REPLY_TTL_MS
 from batchq.errors import BackendAuthError, BackendUnavailableError, BatchqError
 from batchq.requests import MAX_PUSH_BYTES, MAX_PUSH_REQUESTS, out_of_memory, outcome, refused, too_late
 from batchq.slots import SILENCE, Pool
-from batchq.store import LinkLostError, OutOfMemory, retry_delay
+from batchq.store import SLOWEST, LinkLostError, OutOfMemory, retry_delay
 
 T = TypeVar("T")
 
@@ -186,7 +186,8 @@ class Exchange:
                 if self.pool.connect(self._slot, until) and self._slot.chain.last:
                     self._look_at = 0.0  # Redis may be another one, or have lost something
                 if self._groups:
-                    settled = self._push(min(until, now + SILENCE))
+                    size = sum(len(request.data) for request in self._groups[0].requests)
+                    settled = self._push(min(until, now + SILENCE + size / SLOWEST))
                 elif now >= self._look_at:
                     self._look(min(until, now + SILENCE))
                 else:

@@ -40,7 +40,7 @@ from batchq.requests import (
     refused,
     too_late,
 )
-from batchq.store import AsyncLink, Endpoint, LinkLostError, OutOfMemory, retry_delay
+from batchq.store import SLOWEST, AsyncLink, Endpoint, LinkLostError, OutOfMemory, retry_delay
 
 T = TypeVar("T")
 
@@ -293,7 +293,7 @@ class Session:
 
     async def _carry(self, link: AsyncLink, call: Verb[T]) -> T:
         """Carry a verb; the tick breaks the connection if no answer comes."""
-        self._busy_since[link] = self.loop.time()
+        self._busy_since[link] = self.loop.time() + len(call.payload) / SLOWEST
         try:
             return await link.call(call)
         finally:
@@ -449,7 +449,10 @@ class Session:
                     cursor = b"0-0"
                     self._check_due = bool(self.chain.last)
                 link = self._reply_link
-                self._busy_since[link] = self.loop.time()
+                # not before the wait itself is over, and a large reply has come through a slow network
+                self._busy_since[link] = (
+                    self.loop.time() + _READ_BLOCK_MS / 1000 + self.config.max_payload / (10 * SLOWEST)
+                )
                 try:
                     entries = await link.call(
                         commands.read_replies(self.keys, self.name, cursor, block_ms=_READ_BLOCK_MS, count=64)

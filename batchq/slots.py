@@ -27,6 +27,8 @@ SILENCE: Final = 5.0
 class TimedLink(Link):
     """A connection on which nothing waits without end: neither the handshake, nor an answer that stops halfway."""
 
+    timed = True
+
     @classmethod
     def connect(cls, endpoint: Endpoint, seconds: float) -> TimedLink:
         """Open a connection within about that many seconds, and 5 at most; raises what ``Endpoint.link`` does."""

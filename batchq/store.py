@@ -38,6 +38,8 @@ T = TypeVar("T")
 
 CONNECT_TIMEOUT: Final = 5.0
 ANSWER_TIMEOUT: Final = 5.0
+SLOWEST: Final = 1_000_000
+"""Bytes a second that a connection carries at least: a large payload may take longer than an answer."""
 
 
 class LinkLostError(BackendUnavailableError):
@@ -171,6 +173,9 @@ def _is_no_script(answers: list[Any]) -> bool:
 class Link:
     """One connection of a thread. After an error other than a refusal it is broken, and ``broken`` is True: open another."""
 
+    timed = False
+    """Whether a subclass limits the time of each send and read."""
+
     def __init__(self, connection: Any, name: str) -> None:
         self._connection = connection
         self._name = name
@@ -216,7 +221,11 @@ class Link:
             raise LinkLostError(f"the connection to Redis at {self._name} is closed")
         self._owed = answers
         with self._errors():
+            if len(payload) > SLOWEST and not self.timed:  # Python's limit is for the whole of a send
+                self._connection._sock.settimeout(ANSWER_TIMEOUT + len(payload) / SLOWEST)
             self._connection.send_packed_command([payload], check_health=False)
+            if len(payload) > SLOWEST and not self.timed:
+                self._connection._sock.settimeout(ANSWER_TIMEOUT)
 
     def read(self, count: int) -> list[Any]:
         """Read that many answers; an answer that is an error is in the list."""

@@ -356,17 +356,24 @@ async def test_a_second_signal_does_not_wait_for_the_batch_that_runs(
         assert await calls == list(range(5))
 
 
-async def test_a_worker_can_be_stopped_while_redis_refuses(
-    proxy: FaultyProxy, start_worker: StartWorker
+async def test_a_worker_can_be_stopped_while_redis_refuses_and_others_take_over_what_it_held(
+    redis_url: str, proxy: FaultyProxy, start_worker: StartWorker, tmp_path: Path
 ) -> None:
     """Close hangs when Redis is gone (bullmq 2430)."""
-    worker = start_worker("tests.models:echo", "--drain-timeout", "0.5s", url=through(proxy))
-    proxy.refuse = True
-    proxy.cut()
-    await until(lambda: "Redis is not available" in worker.log, what="the outage")
-    worker.process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(worker.process.wait, PATIENCE) == 0
-    assert "Redis is back" not in worker.log  # it never was
+    gate = ("tests.models:gate", "--model-arg", f"path={tmp_path}", "--lease", "1")
+    worker = start_worker(*gate, "--drain-timeout", "0.5s", url=through(proxy))
+    async with AsyncClient(redis_url) as client:
+        call = asyncio.create_task(client.predict("held", timeout=60))
+        await until(lambda: started(tmp_path), what="the batch")
+        proxy.refuse = True
+        proxy.cut()
+        await until(lambda: "Redis is not available" in worker.log, what="the outage")
+        worker.process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.process.wait, PATIENCE) == 0
+        assert "Redis is back" not in worker.log  # for this worker it never was
+        (tmp_path / "open").touch()
+        start_worker(*gate)
+        assert await call == "held"
 
 
 # --- what is sent twice, or cancelled ----------------------------------------------------------------------

@@ -131,8 +131,9 @@ class Loop:
 
     def _main_link(self) -> Link:
         if self._main is None or self._main.broken:
-            self._main = self._endpoint.link()
-            self._main_id = self._main.client_id()
+            link = self._endpoint.link()
+            self._main_id = link.client_id()  # without it no wait can be ended in time
+            self._main = link
         return self._main
 
     def _side_link(self) -> Link:

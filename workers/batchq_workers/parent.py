@@ -134,7 +134,8 @@ class Parent:
                 if code is not None:
                     self._say_goodbye()
                     return code
-                if now >= self._next_try:
+                due = self._orphans or now >= min(self._next_report, next_renewal)
+                if due and now >= self._next_try:  # not a word to Redis says nothing about it
                     with self._redis():
                         if self._orphans:
                             self._hand_on()
@@ -483,6 +484,9 @@ class Parent:
             link.call(commands.touch_queue(self._keys, time.time()))
 
     def _say_goodbye(self) -> None:
+        if self._down_since is not None:
+            log.info("stopped, while Redis is not available")
+            return
         with contextlib.suppress(BackendUnavailableError):
             link = self._connected()
             link.call(commands.report(self._keys, self._config.name, ""))
