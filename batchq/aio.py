@@ -183,8 +183,8 @@ class AsyncClient:
         """Send one value and return the model's answer to it.
 
         ``timeout``: seconds from this call to its answer, more than 0 and at most 86,400; None means the client's. ``priority``: ``high``,
-        ``normal`` or ``low``. ``batch_key``: only requests with equal keys share a batch. ``cost``: what the request counts against the
-        worker's ``--max-batch-cost``. ``meta``: a dict for the model's BatchContext.
+        ``normal`` or ``low``. ``batch_key``, ``cost`` and ``meta``
+        are carried to the worker, which does not act on them in this version.
 
         Cancelling the task that awaits this cancels the request where it still waits, and disturbs nobody else.
 

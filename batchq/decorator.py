@@ -74,7 +74,7 @@ class Batched(Generic[V, A]):
 
 
 def batched(
-    *,
+    *wrong: object,
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
     max_delay: float = DEFAULT_MAX_DELAY,
     capacity: int = DEFAULT_CAPACITY,
@@ -91,6 +91,8 @@ def batched(
 
     The settings are LocalClient's, and so are the errors and the limits on what a value may be.
     """
+    if wrong:
+        raise ConfigError("@batched takes its settings in parentheses, also where there are none: @batched()")
     return functools.partial(
         Batched, max_batch_size=max_batch_size, max_delay=max_delay, capacity=capacity, timeout=timeout
     )

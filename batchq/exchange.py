@@ -50,6 +50,10 @@ class Request:
         self.number = 0
         """The push that it left with; 0 while it has not left."""
 
+    def left(self, now: float) -> float:
+        """Return the seconds within which it may be run: all of them for a job, whose caller waits only until it is in the queue."""
+        return self.timeout if self.ttl_ms else max(0.0, self.deadline - now)
+
 
 class Group:
     """Requests that leave in one push."""
@@ -246,7 +250,7 @@ class Exchange:
                         r.id,
                         r.data,
                         r.lane,
-                        int(max(0.0, r.deadline - now) * 1e6) if r.id in self.outstanding else 0,
+                        int(r.left(now) * 1e6) if r.id in self.outstanding else 0,
                         r.ttl_ms,
                     )
                     for r in group.requests
@@ -368,7 +372,9 @@ class Exchange:
         for request in late:
             del self.outstanding[request.id]
         queue, hint = self.pool.config.queue, self.pool.hint
-        return [(request, too_late(queue, request.timeout, request.id, hint, self.down)) for request in late]
+        return [
+            (r, too_late(queue, self.timeout if r.ttl_ms else r.timeout, r.id, hint, self.down)) for r in late
+        ]
 
 
 def open_reply(result: Result, return_exceptions: bool = False) -> Any:

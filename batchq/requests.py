@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -99,11 +100,16 @@ def out_of_memory(queue: str, request_id: bytes) -> QueueFullError:
 def too_late(queue: str, timeout: float, request_id: bytes, hint: str, down: str) -> BatchqError:
     """Return the error for a request whose time is up: ``down`` says why Redis cannot be reached, ``hint`` what may be wrong."""
     if down:
-        return BackendUnavailableError(f"{down}; gave up after {timeout:g} s", request_id=request_id.hex())
+        return BackendUnavailableError(
+            f"{down.rstrip('.')}; gave up after {timeout:g} s", request_id=request_id.hex()
+        )
     return DeadlineExceededError(
         f"no answer from queue {queue!r} within {timeout:g} s{'; ' + hint if hint else ''}",
         request_id=request_id.hex(),
     )
+
+
+log = logging.getLogger("batchq.client")
 
 
 def no_worker_hint(queue: str, others: dict[str, int]) -> str:

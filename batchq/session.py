@@ -34,6 +34,7 @@ from batchq.requests import (
     MAX_PUSH_BYTES,
     MAX_PUSH_REQUESTS,
     Ids,
+    log,
     new_name,
     no_worker_hint,
     out_of_memory,
@@ -337,6 +338,8 @@ class Session:
                     self._fail(call, out_of_memory(self.config.queue, call.id))
                 group = None
             except BackendUnavailableError as error:
+                if not self.down:
+                    log.warning("calls wait: %s", error)
                 self.down = error.message
                 if isinstance(error, BackendAuthError):
                     for call in [*self.outstanding.values()]:
@@ -427,11 +430,14 @@ class Session:
             and not any(group.force for group in self.buffer)
         ):
             self._repush(health.stored)
-        self.hint = ""
+        hint = ""
         if health.silent > 10:
             queues = await self._carry(link, commands.list_queues())
             others = await self._carry(link, commands.live_workers(queues)) if queues else {}
-            self.hint = no_worker_hint(self.config.queue, others)
+            hint = no_worker_hint(self.config.queue, others)
+        if hint and not self.hint:
+            log.warning("calls wait: %s", hint)
+        self.hint = hint
 
     async def _read_forever(self) -> None:
         cursor = b"0-0"

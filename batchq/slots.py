@@ -15,7 +15,7 @@ from batchq.commands import Call
 from batchq.config import WORKER_ALIVE, ClientConfig
 from batchq.errors import BackendAuthError, BackendUnavailableError, ClientClosedError
 from batchq.keys import Keys
-from batchq.requests import Ids, new_name, no_worker_hint
+from batchq.requests import Ids, log, new_name, no_worker_hint
 from batchq.store import CONNECT_TIMEOUT, Endpoint, Link, LinkLostError, OutOfMemory, retry_delay
 
 T = TypeVar("T")
@@ -213,6 +213,8 @@ class Pool:
             queues = slot.ask(commands.list_queues(), until)
             others = slot.ask(commands.live_workers(queues), until) if queues else {}
             hint = no_worker_hint(self.config.queue, others)
+        if hint and not self.hint:
+            log.warning("calls wait: %s", hint)
         self.hint = hint
         return health.stored
 

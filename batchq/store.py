@@ -221,11 +221,14 @@ class Link:
             raise LinkLostError(f"the connection to Redis at {self._name} is closed")
         self._owed = answers
         with self._errors():
-            if len(payload) > SLOWEST and not self.timed:  # Python's limit is for the whole of a send
-                self._connection._sock.settimeout(ANSWER_TIMEOUT + len(payload) / SLOWEST)
+            # Python's limit is for the whole of a send; fakeredis' socket has none
+            settimeout = getattr(self._connection._sock, "settimeout", None)
+            slow = len(payload) > SLOWEST and not self.timed and settimeout is not None
+            if slow:
+                settimeout(ANSWER_TIMEOUT + len(payload) / SLOWEST)
             self._connection.send_packed_command([payload], check_health=False)
-            if len(payload) > SLOWEST and not self.timed:
-                self._connection._sock.settimeout(ANSWER_TIMEOUT)
+            if slow:
+                settimeout(ANSWER_TIMEOUT)
 
     def read(self, count: int) -> list[Any]:
         """Read that many answers; an answer that is an error is in the list."""

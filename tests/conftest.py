@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,13 @@ import pytest
 import redis
 
 from batchq_cli.embedded import EmbeddedRedis, EmbeddedRedisError
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would all that they start.
+if (
+    threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parents[1]
 

@@ -41,9 +41,15 @@ def check_model(config: WorkerConfig, sample: str | None) -> None:
         packed = codec.pack(value)
     except EncodeError as error:
         raise CliError(f"the sample cannot be sent: {error}", EXIT_MODEL) from error
-    for size in (1, 2):
-        # decoded for each, as in a worker: a tuple arrives as a list, and no two inputs are the same object
-        _run(predict, [codec.unpack(packed) for _ in range(size)], config)
+    try:
+        for size in (1, 2):
+            # decoded for each, as in a worker: a tuple arrives as a list, and no two inputs are the same object
+            _run(predict, [codec.unpack(packed) for _ in range(size)], config)
+    except CliError as error:
+        if value is None and sample is None:
+            remedy = "it was given null, for want of a sample: --sample '\"what a day\"', or `sample = …` in the model's module"
+            raise CliError(f"{error}; {remedy}", EXIT_MODEL) from error
+        raise
     click.echo("ok: answers can be sent")
 
 

@@ -348,7 +348,7 @@ def check_installed() -> None:
     """Raise CliError where a package of the ``demo`` extra is missing."""
     missing = [name for name in ("numpy", "sklearn", "torch") if importlib.util.find_spec(name) is None]
     if missing:
-        remedy = "run: pip install 'batchq-redis[demo]'"
+        remedy = "run, in batchq's checkout: pip install '.[demo]'"
         raise CliError(f"the demo needs {', '.join(missing)}; {remedy}", EXIT_UNEXPECTED)
 
 

