@@ -222,7 +222,7 @@ class Link:
         self._owed = answers
         with self._errors():
             # Python's limit is for the whole of a send; fakeredis' socket has none
-            settimeout = getattr(self._connection._sock, "settimeout", None)
+            settimeout: Any = getattr(self._connection._sock, "settimeout", None)
             slow = len(payload) > SLOWEST and not self.timed and settimeout is not None
             if slow:
                 settimeout(ANSWER_TIMEOUT + len(payload) / SLOWEST)
