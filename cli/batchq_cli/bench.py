@@ -570,7 +570,7 @@ def table(figures: dict[str, Any]) -> Iterator[str]:
         ]
         yield f"{''.join(cells)}   {end}".rstrip()
     yield ""
-    yield "floor: two plain redis-py processes that move the same bytes in the same portions, and nothing else"
+    yield "floor: two plain redis-py processes that move the same bytes by RPUSH and LPOP, and do nothing else"
     if any(run["run"] == "sleeper" for run in figures["runs"]):
         yield "echo: a model that answers at once; sleeper: one that takes 5 ms a batch and 0.05 ms a request"
 
