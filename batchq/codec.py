@@ -139,7 +139,9 @@ def pack(value: object) -> bytes:
         if type(value) not in _SCALARS and has_bad_key(value):
             raise explain(value)
         return msgpack.packb(value, default=_default)  # type: ignore[no-any-return]
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except EncodeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a class of the user's may raise anything: it fails this value alone
         raise explain(value, error) from None
 
 
@@ -183,6 +185,8 @@ def explain(value: object, error: Exception | None = None) -> EncodeError:
         path, problem = _find(value, "value", 0)
     except RecursionError:
         path, problem = "value", "nested too deeply (over 500 levels)"
+    except Exception as other:  # noqa: BLE001
+        path, problem = "value", f"{type(other).__name__} while it was packed: {other}"
     return EncodeError(f"{path}: {problem or error}")
 
 

@@ -493,6 +493,9 @@ def _publish(keys: Keys, answers: Answers) -> list[bytes]:
     for id, ttl_ms, reply in answers.own:
         key = keys.reply(id)
         commands += (pack(b"RPUSH", key, reply), pack(b"PEXPIRE", key, _number(ttl_ms)))
+        commands.append(
+            pack(b"PEXPIRE", keys.job(id), _number(ttl_ms))
+        )  # a job is known as long as its result
     return commands
 
 

@@ -52,8 +52,10 @@ class Model:
         self._on_error = on_error
         self._on_out_of_memory = on_out_of_memory
 
-    def run(self, values: Sequence[Any]) -> list[Any]:
+    def run(self, values: Sequence[Any], again: Callable[[int, int], list[Any]] | None = None) -> list[Any]:
         """Return n outcomes for n values, in their order: the answer, or a ModelError for this item alone.
+
+        ``again(start, end)`` makes some of the values anew, for the runs after the first; None: they are the same objects.
 
         A batch that raises is run again in halves until the guilty item stands alone: about ``2 * log2(n)``
         further runs for one guilty item. A model that raises whatever it is given costs ``2 * n - 1`` runs in
@@ -65,24 +67,25 @@ class Model:
         parts = [(0, len(values))] if values else []
         while parts:
             start, end = parts.pop()
-            halves = self._run_part(values, start, end, outcomes)
+            # a model may have changed its inputs in place before it failed: the halves get them as they came
+            part = end - start < len(values)
+            inputs = again(start, end) if part and again is not None else list(values[start:end])
+            halves = self._run_part(inputs, start, end, outcomes)
             parts.extend(halves)
         return outcomes
 
     def _run_part(
-        self, values: Sequence[Any], start: int, end: int, outcomes: list[Any]
+        self, inputs: list[Any], start: int, end: int, outcomes: list[Any]
     ) -> list[tuple[int, int]]:
-        """Run ``values[start:end]``; return the halves to be run instead if that failed."""
+        """Run the inputs ``start`` to ``end``; return the halves to be run instead if that failed."""
         indices = range(start, end)
         out_of_memory = False
         try:
-            for index, answer in zip(
-                indices, _answers(self._predict(list(values[start:end])), len(indices)), strict=True
-            ):
+            for index, answer in zip(indices, _answers(self._predict(inputs), len(indices)), strict=True):
                 if isinstance(answer, Exception):
                     outcomes[index] = self._item_error(answer, index)
                 else:
-                    outcomes[index] = answer if len(indices) == len(values) else _own(answer)
+                    outcomes[index] = answer if len(indices) == len(outcomes) else _own(answer)
         except _WrongAnswerError as error:
             self._fail(error, indices, outcomes, str(error), "")
             return []

@@ -258,7 +258,9 @@ class Session:
     # --- tasks ---
 
     def _kick(self) -> None:
-        if not self._tasks:
+        if not self._tasks or any(task.done() for task in self._tasks):
+            for task in self._tasks:
+                task.cancel()
             self._tasks = [
                 self.loop.create_task(self._push_forever()),
                 self.loop.create_task(self._read_forever()),
@@ -337,7 +339,17 @@ class Session:
                 for call in group.calls if group else ():
                     self._fail(call, out_of_memory(self.config.queue, call.id))
                 group = None
-            except BackendUnavailableError as error:
+            except Exception as error:  # noqa: BLE001
+                if not isinstance(
+                    error, BackendUnavailableError
+                ):  # a wrong setting, or a defect: nobody shall wait in vain for it
+                    known = error if isinstance(error, BatchqError) else BackendUnavailableError(f"{error!r}")
+                    for call in [*self.outstanding.values()]:
+                        self._fail(call, known)
+                    group, self._check_due = None, False
+                    self.buffer.clear()
+                    self.cancelled.clear()
+                    continue
                 if not self.down:
                     log.warning("calls wait: %s", error)
                 self.down = error.message

@@ -91,6 +91,8 @@ class Endpoint:
             for is_async, module in ((False, redis.connection), (True, redis.asyncio.connection)):
                 try:
                     kwargs = module.parse_url(self._url)
+                    for name in ("max_connections", "timeout"):  # of a pool, which we have none of
+                        kwargs.pop(name, None)
                 except ValueError as error:
                     raise ConfigError(f"url={self.name!r}: {error}") from None
                 self._parsed[is_async] = (kwargs.pop("connection_class", module.Connection), kwargs)

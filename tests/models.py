@@ -115,3 +115,16 @@ def reuses_its_output():
         return buffer[: len(inputs)]
 
     return predict
+
+
+def changes_its_inputs():
+    """Doubles its inputs in place, then fails if one of them is bad."""
+
+    def predict(inputs):
+        for value in inputs:
+            value["n"] *= 2
+        if any(value["n"] < 0 for value in inputs):
+            raise ValueError("bad")
+        return [value["n"] for value in inputs]
+
+    return predict

@@ -15,4 +15,5 @@ redis.call('ZADD', prefix .. 'cancelled', deadline, ARGV[1])
 redis.call('EXPIRE', prefix .. 'cancelled', 86400)
 redis.call('RPUSH', prefix .. 'reply:' .. ARGV[1], ARGV[2])
 redis.call('PEXPIRE', prefix .. 'reply:' .. ARGV[1], ttl)
+redis.call('PEXPIRE', prefix .. 'job:' .. ARGV[1], ttl)
 return 1

@@ -14,6 +14,7 @@ end
 while at <= #ARGV do
   redis.call('RPUSH', prefix .. 'reply:' .. ARGV[at], ARGV[at + 2])
   redis.call('PEXPIRE', prefix .. 'reply:' .. ARGV[at], ARGV[at + 1])
+  redis.call('PEXPIRE', prefix .. 'job:' .. ARGV[at], ARGV[at + 1])
   at = at + 3
 end
 redis.call('HINCRBY', prefix .. 'counters', 'completed', ARGV[2])

@@ -25,7 +25,11 @@ local again = redis.call('LRANGE', target_heads, 0, -1)
 if #again > 0 then
   begin_writing()
   redis.call('ZADD', prefix .. 'leases', int(now + ARGV[5]), batch)
-  return {'batch', now, 'again', pending(), unpack(again)}
+  local answer = {'batch', now, 'again', pending()}
+  for i, head in ipairs(again) do -- not unpack: it fails over about 8,000
+    answer[i + 4] = head
+  end
+  return answer
 end
 if prefetch and redis.call('EXISTS', prefix .. 'wake') == 0 then
   return {'no', now}
@@ -53,11 +57,15 @@ local gone = {}
 -- Count a request that is not run; a job gets its answer.
 local function drop(head, why)
   gone[why] = (gone[why] or 0) + 1
+  if why == 'cancelled' then
+    redis.call('ZREM', prefix .. 'cancelled', string.match(head, ';%a;%d+;(%x+)'))
+  end
   local ttl, id = string.match(head, ';%a;(%d+);(%x+)')
   if why == 'expired' and ttl and tonumber(ttl) > 0 then
     local raw = string.gsub(id, '%x%x', function(pair) return string.char(tonumber(pair, 16)) end)
     redis.call('RPUSH', prefix .. 'reply:' .. id, ARGV[11] .. raw .. ARGV[12])
     redis.call('PEXPIRE', prefix .. 'reply:' .. id, ttl)
+    redis.call('PEXPIRE', prefix .. 'job:' .. id, ttl)
   end
 end
 

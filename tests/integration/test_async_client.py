@@ -418,3 +418,24 @@ async def test_several_clients_share_a_loop(redis_url: str, start_worker: StartW
     assert answers == [[n, m] for n in range(5) for m in range(20)]
     for client in clients:
         await client.aclose()
+
+
+async def test_a_client_of_the_wrong_kind_fails_its_calls_at_once(redis_url: str) -> None:
+    with redis_py.Redis.from_url(redis_url, protocol=2) as threaded:
+        async with AsyncClient(redis=threaded) as client:
+            with pytest.raises(ConfigError, match=r"redis\.asyncio\.Redis"):
+                await client.predict(1, timeout=60)
+
+
+async def test_a_job_is_unknown_once_its_result_has_expired(
+    redis_url: str, start_worker: StartWorker
+) -> None:
+    start_worker("tests.models:echo")
+    async with AsyncClient(redis_url) as client:
+        job = await client.submit("x", result_ttl=1)
+        assert await job.result() == "x"
+        with redis_py.Redis.from_url(redis_url, protocol=2) as raw:
+            await until(lambda: not raw.keys("batchq:{default}:job:*"), what="the end of the job")
+        assert await job.state() == "unknown"
+        with pytest.raises(JobNotFoundError):
+            await job.result()

@@ -245,3 +245,12 @@ async def test_a_model_may_overwrite_its_answers_with_the_next_batch(
         assert [answer.tolist() for n, answer in enumerate(answers) if n != 2] == [
             [n] * 4 for n in (1, 2, 4, 5, 6)
         ]
+
+
+async def test_a_model_may_change_its_inputs_before_it_fails(
+    redis_url: str, start_worker: StartWorker
+) -> None:
+    start_worker("tests.models:changes_its_inputs", "--max-delay", "20ms")
+    async with AsyncClient(redis_url) as client:
+        answers = await client.predict_many([{"n": 1}, {"n": -1}, {"n": 3}, {"n": 4}], return_exceptions=True)
+        assert [answers[0], type(answers[1]), *answers[2:]] == [2, ModelError, 6, 8]

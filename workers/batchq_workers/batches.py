@@ -26,6 +26,7 @@ class Batch:
     kind: str
     pending: int
     requests: list[wire.Request] = field(default_factory=list)
+    raw: list[bytes] = field(default_factory=list)
     early: list[tuple[bytes, str | int, bytes]] = field(default_factory=list)
     letters: list[bytes] = field(default_factory=list)
     waited: float = 0.0
@@ -35,6 +36,10 @@ class Batch:
     def values(self) -> list[Any]:
         """The inputs for the model."""
         return [request.value for request in self.requests]
+
+    def again(self, start: int, end: int) -> list[Any]:
+        """Decode some of the inputs once more."""
+        return [wire.decode_request(data).value for data in self.raw[start:end]]
 
     @property
     def ids(self) -> list[bytes]:
@@ -81,6 +86,7 @@ def decode(name: str, taken: Taken, requests: Sequence[bytes]) -> Batch:
                 batch.early.append((request.id, request.reply, wire.encode_error(request.id, late)))
             continue
         batch.requests.append(request)
+        batch.raw.append(data)
     return batch
 
 

@@ -37,6 +37,10 @@ class Board:
     @classmethod
     def create(cls) -> tuple[Board, int]:
         """Return a new board and the file descriptor by which a child opens the same."""
+        if hasattr(os, "memfd_create"):  # needs no folder that can be written to
+            fd = os.memfd_create("batchq-board")
+            os.ftruncate(fd, _SIZE)
+            return cls(fd), fd
         with tempfile.TemporaryFile() as file:
             file.truncate(_SIZE)
             fd = os.dup(file.fileno())

@@ -40,8 +40,9 @@ class _Text(logging.Formatter):
 
 def set_up(log_format: str, level: str) -> None:
     """Send all of the process' logs to stderr; ``log_format`` is ``auto``, ``text`` or ``json``."""
-    handler = logging.StreamHandler(sys.stderr)
-    as_text = log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
+    closed = sys.stderr is None
+    handler: logging.Handler = logging.NullHandler() if closed else logging.StreamHandler(sys.stderr)
+    as_text = log_format == "text" or (log_format == "auto" and not closed and sys.stderr.isatty())
     handler.setFormatter(_Text() if as_text else _Json())
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -296,7 +296,7 @@ class Loop:
         self._running = batch
         self._board.set("run_started", time.monotonic())
         started = time.perf_counter()
-        outcomes = self._model.run(batch.values)
+        outcomes = self._model.run(batch.values, batch.again)
         seconds = time.perf_counter() - started
         self._board.set("run_started", 0)
         self._running = None

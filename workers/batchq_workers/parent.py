@@ -135,14 +135,16 @@ class Parent:
                 due = self._orphans or now >= min(self._next_report, next_renewal)
                 if due and now >= self._next_try:  # not a word to Redis says nothing about it
                     with self._redis():
-                        if self._orphans:
-                            self._hand_on()
                         if now >= next_renewal:
                             next_renewal = now + self._config.lease / 3
                             self._renew()
                         if now >= self._next_report:
                             self._next_report = now + REPORT_EVERY
                             self._report()
+                        if (
+                            self._orphans
+                        ):  # last: at maxmemory it may fail for a while, and the others must not wait for it
+                            self._hand_on()
                 soon = (
                     self._kill_at is not None
                     or self._orphans
