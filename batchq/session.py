@@ -46,6 +46,9 @@ from batchq.store import SLOWEST, AsyncLink, Endpoint, LinkLostError, OutOfMemor
 T = TypeVar("T")
 
 _READ_BLOCK_MS = 2000
+_READ_ENTRIES = 64
+_LONG_AWAY = 45.0
+_DIRECT_CONNECTIONS = 64
 _SILENCE = 5.0
 """A connection that owes an answer for this many seconds counts as broken: a half-open socket says nothing."""
 
@@ -141,6 +144,7 @@ class Session:
         self._tasks: list[asyncio.Task[None]] = []
         self._links: list[AsyncLink] = []
         self._idle: list[AsyncLink] = []
+        self._direct = asyncio.Semaphore(_DIRECT_CONNECTIONS)
         self._push_link: AsyncLink | None = None
         self._reply_link: AsyncLink | None = None
         self._push_wake: asyncio.Future[None] | None = None
@@ -422,16 +426,20 @@ class Session:
 
     def _repush(self, stored: str) -> None:
         """Redis has lost pushes: make one of every outstanding request that left after the last one it knows."""
-        known = self.chain.gap(stored)
+        self._push_again(self.chain.gap(stored))
+        # replies that came meanwhile may have ids below the cursor
+        if self._reply_link is not None:
+            self._reply_link.abort()
+
+    def _push_again(self, known: int) -> None:
+        """Make one push of every outstanding request that left after the push with this number."""
         lost = Group(force=True)
         for call in self.outstanding.values():
             if call.number > known:
                 lost.add(call)
         if lost.calls:
             self.buffer.appendleft(lost)
-        # replies that came meanwhile may have ids below the cursor
-        if self._reply_link is not None:
-            self._reply_link.abort()
+            self._kick()
 
     async def _check(self, link: AsyncLink) -> None:
         """Ask Redis for its record of this producer, and whether anybody works on the queue."""
@@ -455,10 +463,13 @@ class Session:
         cursor = b"0-0"
         attempt = 0
         quiet = True
+        missed = False
+        read_at = self.loop.time()
         while not self.closed:
             if quiet and not self.outstanding:
                 self._reply_wake = self.loop.create_future()
                 await self._reply_wake
+                read_at = self.loop.time()
                 cursor = b"0-0"  # the stream may have expired meanwhile, and a new one begin lower
                 continue
             try:
@@ -473,7 +484,9 @@ class Session:
                 )
                 try:
                     entries = await link.call(
-                        commands.read_replies(self.keys, self.name, cursor, block_ms=_READ_BLOCK_MS, count=64)
+                        commands.read_replies(
+                            self.keys, self.name, cursor, block_ms=_READ_BLOCK_MS, count=_READ_ENTRIES
+                        )
                     )
                 finally:
                     self._busy_since.pop(link, None)
@@ -484,9 +497,15 @@ class Session:
                 await asyncio.sleep(retry_delay(attempt, random.random))
                 continue
             quiet = not entries
+            # Replies expire 60 s after the last one: after a longer time away some may be gone, though no push was lost.
+            missed = missed or self.loop.time() - read_at > _LONG_AWAY
+            read_at = self.loop.time()
             for entry, replies in entries:
                 cursor = entry
                 self._answer(replies)
+            if missed and len(entries) < _READ_ENTRIES:  # all that is there has been read
+                missed = False
+                self._push_again(0)
             if entries:
                 entries = []  # not to be kept while the next ones are waited for
 
@@ -504,14 +523,15 @@ class Session:
     # --- calls outside the stream ---
 
     async def _once(self, call: Verb[T]) -> T:
-        while self._idle and self._idle[-1].broken:
-            self._idle.pop()
-        link = self._idle.pop() if self._idle else await self._connect()
-        try:
-            return await link.call(call)  # cancelled here, the connection closes itself
-        finally:
-            if not link.broken:
-                self._idle.append(link)
+        async with self._direct:  # jobs that are waited for hold a connection each
+            while self._idle and self._idle[-1].broken:
+                self._idle.pop()
+            link = self._idle.pop() if self._idle else await self._connect()
+            try:
+                return await link.call(call)  # cancelled here, the connection closes itself
+            finally:
+                if not link.broken:
+                    self._idle.append(link)
 
     async def direct(self, call: Verb[T], timeout: float, *, fatal: bool = False) -> T:
         """Carry a verb on a connection of its own; retried until ``timeout`` where the connection breaks."""

@@ -21,6 +21,8 @@ OLDEST_VERSION = 1
 
 _CLIENT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAX_TTL_MS = 2**32 - 1
+_ENVELOPE = 64 * 1024
+"""Bytes that a request may have around its value: meta, batch_key, its address."""
 
 # [version, id: bin 16, reply: uint 32 or str, timeout_ms: uint 32, …: with its fixed widths, the timeout can be changed in place
 _OWN_KEY = struct.Struct(">BBH16sBIBI")
@@ -110,7 +112,7 @@ def with_timeout(request: bytes, timeout_ms: int) -> bytes:
     return request[: end - 4] + _TIMEOUT.pack(timeout_ms) + request[end:]
 
 
-def decode_request(data: bytes, *, copy: bool = True) -> Request:
+def decode_request(data: bytes, *, copy: bool = True, max_payload: int = 2**31) -> Request:
     """Return the request in ``data``; raise BadRequestError, with as much as could be read."""
     reply: str | int
     if (
@@ -121,6 +123,13 @@ def decode_request(data: bytes, *, copy: bool = True) -> Request:
         version, id, reply = VERSION, data[4:20], name  # as encode_request lays it out
     else:
         version, id, reply = _read_address(data)
+    if len(data) > max_payload + _ENVELOPE:
+        raise BadRequestError(
+            "request.too_large",
+            f"the request takes {len(data):,} bytes; the worker's max_payload is {max_payload:,}",
+            id,
+            reply,
+        )
     if not OLDEST_VERSION <= version <= VERSION:
         raise BadRequestError(
             "request.version",

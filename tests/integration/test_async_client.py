@@ -24,6 +24,8 @@ from batchq import (
     QueueFullError,
     WorkerLostError,
 )
+from batchq_cli.embedded import EmbeddedRedis
+from tests.chaos.proxy import Proxy
 from tests.conftest import StartWorker, until
 
 
@@ -439,3 +441,26 @@ async def test_a_job_is_unknown_once_its_result_has_expired(
         assert await job.state() == "unknown"
         with pytest.raises(JobNotFoundError):
             await job.result()
+
+
+async def test_a_client_that_was_away_for_longer_than_replies_are_kept_asks_again(
+    redis_server: EmbeddedRedis, redis_url: str, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchq.session._LONG_AWAY", 0.2)
+    proxy = Proxy(redis_server.port, 1)
+    try:
+        async with AsyncClient(f"redis://127.0.0.1:{proxy.port}/0") as client:
+            call = asyncio.ensure_future(client.predict("x", timeout=60))
+            await until(lambda: client._current and client._current.chain.last)
+            proxy.refuse = True
+            proxy.cut()
+            start_worker("tests.models:echo")
+            with redis_py.Redis.from_url(redis_url, protocol=2) as raw:
+                stream = f"batchq:{{default}}:replies:{state_of(client).name}"
+                await until(lambda: raw.exists(stream), what="the reply")
+                raw.delete(stream)  # as after 60 s
+            await asyncio.sleep(0.3)
+            proxy.refuse = False
+            assert await call == "x"
+    finally:
+        proxy.close()

@@ -62,14 +62,14 @@ def dead_letter(reason: str, request: bytes, head: Head | None, attempts: int = 
     )
 
 
-def decode(name: str, taken: Taken, requests: Sequence[bytes]) -> Batch:
+def decode(name: str, taken: Taken, requests: Sequence[bytes], max_payload: int) -> Batch:
     """Decode a taken batch, each request on its own: a broken one harms no other."""
     batch = Batch(name, taken.kind, taken.pending, waited=max(0.0, (taken.now - taken.oldest) / 1e6))
     for raw_head, data in zip(taken.raw_heads, requests, strict=True):
         if not raw_head:
             continue
         try:
-            request = wire.decode_request(data)
+            request = wire.decode_request(data, max_payload=max_payload)
         except wire.BadRequestError as error:
             if error.id is None or error.reply is None:
                 batch.letters.append(dead_letter(f"undecodable: {error.message}", data, parse_head(raw_head)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -86,5 +87,14 @@ def main() -> int:
         return 0
     log.info("model %s is loaded", config.model, extra={"seconds": round(time.perf_counter() - started, 2)})
     board.set("ready", 1)
-    Loop(config, start["child"], board, predict, stop).run()
-    return 0
+    code = 0
+    try:
+        Loop(config, start["child"], board, predict, stop).run()
+    except BaseException:
+        log.exception("the model ended its process")
+        code = 1
+    # Not by a return: a thread that the model has left running would keep the process alive until it is killed.
+    logging.shutdown()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os._exit(code)

@@ -252,7 +252,7 @@ class Loop:
         if self._stop.requested:
             link.call(commands.release(self._keys, name))
             return None
-        return decode(name, taken, requests)
+        return decode(name, taken, requests, self._config.max_payload)
 
     # --- running and answering ---
 

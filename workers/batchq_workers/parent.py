@@ -25,7 +25,7 @@ from batchq.commands import Answers
 from batchq.config import BatchPolicy
 from batchq.errors import BackendAuthError, BackendUnavailableError, BatchqError, WorkerLostError
 from batchq.keys import Keys
-from batchq.store import Endpoint, Link, retry_delay
+from batchq.store import Endpoint, Link, OutOfMemory, retry_delay
 from batchq_workers.batches import dead_letter
 from batchq_workers.board import Board, held, worker_of
 from batchq_workers.child import EXIT_MODEL
@@ -170,6 +170,8 @@ class Parent:
             signal.SIGINT: signal.signal(signal.SIGINT, stop),
             signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None),
         }
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is
+            previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, stop)
         try:
             yield read_fd
         finally:
@@ -426,7 +428,11 @@ class Parent:
                 own.append((request_id, reply, error))
             log.error("request %s is dead: it %s", request_id.hex(), reason)
         answers = Answers(streams, own, len(letters), len(letters))
-        link.call(commands.bury(self._keys, batch, letters, answers))
+        try:
+            link.call(commands.bury(self._keys, batch, letters, answers))
+        except OutOfMemory:  # the caller's answer before the letter
+            link.call(commands.finish_at_maxmemory(self._keys, batch, answers))
+            log.error("Redis is at maxmemory: no dead letter is kept", extra={"batch": batch})
 
     def _collect(self, child: _Child) -> None:
         """Bring the means that are reported up to date."""
