@@ -101,7 +101,7 @@ class Exchange:
         self._groups: deque[Group] = deque()
         self._attempt = 0
         self._left_bytes = 0
-        self._stepped_at = self._silent_at = self.started
+        self._stepped_at = self._silent_at = self._heard_at = self.started
         self._missed = False
         # an idle Redis ends a wait up to 100 ms late: a short call cannot interrupt its own to look, so one a second looks before it
         hurried = timeout < 0.5 and self.started - pool.looked_at > LOOK
@@ -189,6 +189,9 @@ class Exchange:
             if now < until:
                 if self.pool.connect(self._slot, until) and self._slot.chain.last:
                     self._look_at = 0.0  # Redis may be another one, or have lost something
+                if now - self._heard_at > _LONG_PAUSE:
+                    self._missed = True
+                    self._slot.cursor = b"0-0"
                 if self._groups:
                     size = sum(len(request.data) for request in self._groups[0].requests)
                     settled = self._push(min(until, now + SILENCE + size / SLOWEST))
@@ -198,6 +201,7 @@ class Exchange:
                     reading = True
                     settled = self._read(until, now, block)
                 self.down, self._attempt = "", 0
+                self._heard_at = time.monotonic()
         except OutOfMemory:
             self.down = ""
             if reading:
@@ -325,6 +329,9 @@ class Exchange:
         wait = commands.wait_reply(self.pool.keys, request.id, self._block(now, until, block))
         data = self._slot.ask(wait, min(until, self._silent_at))
         settled = self._answered([data] if data else [])
+        if not data and self._missed:
+            self._missed = False
+            self._lose(0)
         if data and not settled:
             self.pool.pause(min(PAUSE, until - now))  # not a reply at all: whatever wrote it, do not spin
         return settled

@@ -37,6 +37,7 @@ from batchq.slots import Slot, TimedLink
 from batchq.store import LinkLostError
 from batchq.sync import Client
 from batchq_cli.embedded import EmbeddedRedis
+from tests.chaos.proxy import Proxy
 from tests.conftest import ROOT, StartWorker
 
 PATIENCE = 30.0
@@ -799,3 +800,37 @@ async def test_a_job_may_wait_for_as_long_as_it_was_given_whatever_the_clients_t
     with redis_py.Redis.from_url(redis_url, protocol=2) as raw:
         heads = raw.lrange("batchq:{default}:heads", 0, -1)
     assert [round(int(head.split(b";")[1]) / 1e6) for head in heads] == [86_400, 86_400]
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["own key", "stream"])
+def test_a_client_that_was_away_for_longer_than_replies_are_kept_asks_again(
+    redis_server: EmbeddedRedis,
+    redis_url: str,
+    start_worker: StartWorker,
+    raw: redis_py.Redis,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    many: bool,
+) -> None:
+    monkeypatch.setattr("batchq.exchange._LONG_PAUSE", 0.2)
+    proxy = Proxy(redis_server.port, 1)
+    try:
+        with Client(f"redis://127.0.0.1:{proxy.port}/0", timeout=60) as client:
+            call = (
+                threads.submit(client.predict_many, ["x", "y"])
+                if many
+                else threads.submit(client.predict, "x")
+            )
+            until(lambda: pending(raw) == 1 + many, "the push")
+            proxy.refuse = True
+            proxy.cut()
+            start_worker("tests.models:echo")
+            pattern = "batchq:{default}:repl*:*"
+            until(lambda: raw.keys(pattern), "the reply")
+            until(lambda: not raw.exists("batchq:{default}:leases"), "all of it")
+            raw.delete(*raw.keys(pattern))  # as after 60 s
+            time.sleep(0.3)
+            proxy.refuse = False
+            assert call.result(PATIENCE) == (["x", "y"] if many else "x")
+    finally:
+        proxy.close()
