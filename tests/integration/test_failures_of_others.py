@@ -650,6 +650,7 @@ def test_two_hundred_threads_share_a_client(
     redis_url: str, raw: redis_py.Redis, start_worker: StartWorker, threads: ThreadPoolExecutor
 ) -> None:
     start_worker("tests.models:echo", "--max-delay", "0.002")
+    until_sync(lambda: len(connections(raw)) == 3, "the connections of the worker's parent and child")
     others = len(connections(raw))
     for limit in (256, 8):
         with Client(redis_url, timeout=60, max_connections=limit) as client:
