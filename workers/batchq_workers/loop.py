@@ -361,17 +361,18 @@ class Loop:
             self._publish_first()
 
     def _publish(self, link: Link, batch: Batch, answers: Answers) -> None:
-        try:
-            held = link.call(commands.finish(self._keys, batch.name, answers))
-        except OutOfMemory:
-            held = link.call(commands.finish_at_maxmemory(self._keys, batch.name, answers))
-        if batch.letters:
-            link.call(commands.bury(self._keys, batch.name, batch.letters))
+        if batch.letters:  # before the batch is forgotten
             log.error(
                 "%d requests could not be decoded: see the dead letters",
                 len(batch.letters),
                 extra={"batch": batch.name},
             )
+            with contextlib.suppress(OutOfMemory):  # the others' answers matter more
+                link.call(commands.bury(self._keys, batch.name, batch.letters))
+        try:
+            held = link.call(commands.finish(self._keys, batch.name, answers))
+        except OutOfMemory:
+            held = link.call(commands.finish_at_maxmemory(self._keys, batch.name, answers))
         if not held:  # this child was stopped for so long that others have taken over
             link.call(commands.forget(self._keys, batch.ids))
         self._board.add("failed", answers.failed)
