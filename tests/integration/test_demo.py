@@ -23,7 +23,8 @@ from batchq_cli.embedded import EmbeddedRedis, free_port
 from batchq_cli.main import main
 
 needs_the_demo_extra = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("numpy", "sklearn", "torch")),
+    not os.environ.get("CI")
+    and any(importlib.util.find_spec(name) is None for name in ("numpy", "sklearn", "torch")),
     reason="needs the demo extra",
 )
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
