@@ -35,6 +35,7 @@ from batchq.errors import (
     ConfigError,
     QueueFullError,
 )
+from batchq.keys import place_of
 from batchq.requests import (
     JOB_DEADLINE,
     check_fits,
@@ -183,8 +184,9 @@ class AsyncClient:
         """Send one value and return the model's answer to it.
 
         ``timeout``: seconds from this call to its answer, more than 0 and at most 86,400; None means the client's. ``priority``: ``high``,
-        ``normal`` or ``low``. ``batch_key``, ``cost`` and ``meta``
-        are carried to the worker, which does not act on them in this version.
+        ``normal`` or ``low``. ``batch_key``: only requests with equal keys (str or int) share a batch, such as those of one shape or one
+        adapter. ``cost``: what this request counts in a batch's ``max_batch_cost``, such as its tokens; 1 where nobody says. ``meta``: a
+        dict for the model, which finds it in its BatchContext.
 
         Cancelling the task that awaits this cancels the request where it still waits, and disturbs nobody else.
 
@@ -240,7 +242,7 @@ class AsyncClient:
         if not group.calls:
             return []
         calls = list(group.calls)
-        check_fits(len(calls), self._config.capacity, calls[0].lane)
+        check_fits(len(calls), self._config.capacity, calls[0].place)
         deadline = calls[0].deadline
         for call in calls:
             call.deadline = call.give_up = deadline
@@ -253,7 +255,7 @@ class AsyncClient:
                 answers = await asyncio.gather(*futures)
         except QueueFullError:
             capacity = await session.direct(commands.queue_capacity(session.keys), DEFAULT_TIMEOUT)
-            check_fits(len(calls), capacity, calls[0].lane)
+            check_fits(len(calls), capacity, calls[0].place)
             raise
         finally:
             for call in calls:
@@ -387,8 +389,9 @@ class AsyncClient:
         )  # fmt: skip
         loop = session.loop
         now = loop.time()
+        place = place_of(check_lane(priority), batch_key)
         call = Call(
-            wire_id, request, check_lane(priority), self._config.timeout, now + seconds, loop.create_future()
+            wire_id, request, place, self._config.timeout, now + seconds, loop.create_future(), cost
         )
         call.give_up = now + self._config.timeout
         call.ttl_ms = ttl_ms

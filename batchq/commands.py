@@ -80,6 +80,14 @@ def _number(value: float) -> bytes:
     return b"%d" % value
 
 
+def _cost(cost: float) -> bytes:
+    return b"@%d" % cost if cost == int(cost) else b"@" + repr(float(cost)).encode()
+
+
+def _lane_order(place: str) -> int:
+    return "hnl".index(place[0])
+
+
 def _evalsha(name: str, keys: Keys, *args: bytes) -> bytes:
     return pack(b"EVALSHA", script(name).sha, b"1", keys.prefix, *args)
 
@@ -117,14 +125,15 @@ def call(*parts: bytes) -> Call[Any]:
 
 
 class Outgoing(NamedTuple):
-    """A request that is ready to be pushed."""
+    """A request that is ready to be pushed; ``place`` is a lane's letter, or ``<lane>:<group>``."""
 
     id: bytes
     request: bytes
-    lane: str
+    place: str
     timeout_us: int
     ttl_ms: int = 0
     """Above 0 for a job: how long its result is kept."""
+    cost: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,7 @@ class Pushed:
     """What push came to.
 
     ``outcome``: ``ok``; ``dup``: it ran before; ``gap``: pushes before it are lost, ``stored`` is the last that Redis knows, '' for none;
-    ``no_worker``. ``admitted``: for each lane of the push, how many of its requests are in the queue; the others are the last ones.
+    ``no_worker``. ``admitted``: for each place of the push, how many of its requests are in the queue; the others are the last ones.
     """
 
     outcome: str
@@ -158,11 +167,12 @@ def push(
     fail_fast: bool = False,
 ) -> Call[Pushed]:
     """Append requests to the queue, as many as fit, exactly once: see the chain of tokens in docs/protocol.md."""
-    lanes: dict[str, list[Outgoing]] = {}
+    places: dict[str, list[Outgoing]] = {}
     for request in requests:
-        lanes.setdefault(request.lane, []).append(request)
-    order = [lane for lane in "hnl" if lane in lanes]
-    flags = b"w" * whole + b"f" * force + b"j" * jobs
+        places.setdefault(request.place, []).append(request)
+    order = sorted(places, key=_lane_order)
+    costs = any([request.cost is not None for request in requests])
+    flags = b"w" * whole + b"f" * force + b"j" * jobs + b"c" * costs
     args = [
         producer.encode(), previous.encode(), token.encode(), b"1" if fresh else b"0", flags,
         b"" if capacity is None else _number(capacity), _number(DEFAULT_CAPACITY), _number(DEFAULT_CAPACITY_BYTES),
@@ -170,17 +180,19 @@ def push(
     ]  # fmt: skip
     commands = []
     heads: list[bytes] = []
-    for lane in order:
+    for place in order:
         sizes = 0
-        for request in lanes[lane]:
+        name = place.encode()
+        for request in places[place]:
             size = len(request.request)
             sizes += size
+            field = name if request.cost is None else name + _cost(request.cost)
             heads.append(
                 b"%d;%d;0;%b;%d;%b"
-                % (request.timeout_us, size, lane.encode(), request.ttl_ms, request.id.hex().encode())
+                % (request.timeout_us, size, field, request.ttl_ms, request.id.hex().encode())
             )
-        args += (lane.encode(), _number(len(lanes[lane])), _number(sizes))
-        commands.append(pack(b"RPUSH", keys.requests[lane], *[request.request for request in lanes[lane]]))
+        args += (name, _number(len(places[place])), _number(sizes))
+        commands.append(pack(b"RPUSH", keys.requests_of(place), *[r.request for r in places[place]]))
     commands.append(_evalsha("admit", keys, *args, *heads))
     payload, answers = _transaction(commands)
 
@@ -335,7 +347,7 @@ def list_queues() -> Call[list[str]]:
 
 
 class Head(NamedTuple):
-    """What Redis knows of a request: times in microseconds of its clock."""
+    """What Redis knows of a request: times in microseconds of its clock; ``group`` '' for none, ``cost`` None where none is known."""
 
     enqueued: int
     timeout: int
@@ -344,20 +356,25 @@ class Head(NamedTuple):
     lane: str
     ttl_ms: int
     id: bytes
+    group: str = ""
+    cost: float | None = None
 
 
 def parse_head(head: bytes) -> Head | None:
     """Return the head, or None where it is not to be run, or no head at all."""
     try:
-        enqueued, timeout, size, attempts, lane, ttl, id = head.split(b";", 7)[:7]
+        enqueued, timeout, size, attempts, field, ttl, id = head.split(b";", 7)[:7]
+        place, _, cost = field.decode().partition("@")
         return Head(
             int(enqueued),
             int(timeout),
             int(size),
             int(attempts),
-            lane.decode(),
+            place[:1],
             int(ttl),
             bytes.fromhex(id.decode()),
+            place[2:],
+            float(cost) if cost else None,
         )
     except ValueError:
         return None
@@ -402,6 +419,9 @@ class TakeOptions:
     max_batch_size: int
     max_delay_us: int
     lease_us: int
+    max_batch_cost: int = 0
+    """0 for no budget."""
+    padded: bool = False
 
 
 _DEADLINE_REPLY = wire.encode_error(
@@ -420,22 +440,27 @@ def take(
     form: str = "light",
     solo_first: bool = True,
     prefetch: bool = False,
+    regroups: str = "",
 ) -> Call[Taken]:
-    """Move a due batch into ``batch:<b>`` and lease it; ``form`` is ``light``, ``force`` or ``native`` (see lua/take.lua)."""
+    """Move a due batch into ``batch:<b>`` and lease it.
+
+    ``form`` is ``light``, ``force`` or ``native``, ``regroups`` '', ``first`` or ``last``: see lua/take.lua.
+    """
     evalsha = _evalsha(
         "take", keys, batch.encode(), _number(options.max_batch_size), _number(limit), _number(options.max_delay_us),
         _number(options.lease_us), _number(run_us), form.encode(), b"solo" if solo_first else b"batch", b"1" if prefetch else b"",
-        options.worker.encode(), *_DEADLINE_PARTS,
+        options.worker.encode(), *_DEADLINE_PARTS, _number(options.max_batch_cost), b"1" if options.padded else b"", regroups.encode(),
     )  # fmt: skip
     if form != "native":
         fetch = pack(b"LRANGE", keys.batch(batch), b"0", b"-1")
         return Call(evalsha + fetch, 2, lambda answers: _taken(first(answers), answers[1]))
     move = pack(b"LMOVE", keys.prefix + b"due", keys.batch(batch), b"LEFT", b"RIGHT")
-    payload, count = _transaction([evalsha, *[move] * limit, _evalsha("settle", keys)])
+    payload, count = _transaction([evalsha, *[move] * limit, _evalsha("settle", keys, batch.encode())])
 
     def parse(answers: list[Any]) -> Taken:
         results = _executed(answers)
-        return _taken(results[0], [request for request in results[1:-1] if request is not None])
+        moved = [request for request in results[1:-1] if request is not None]
+        return _taken(results[0], moved[: max(0, len(results[0]) - 4)])  # settle has put back what is more
 
     return Call(payload, count, parse)
 
@@ -553,6 +578,21 @@ def release(keys: Keys, batch: str) -> Call[int]:
     return Call(_evalsha("release", keys, batch.encode()), 1, first)
 
 
+def regroup(
+    keys: Keys, batch: str, places: Sequence[tuple[str, str, float | None]], *, front: bool
+) -> Call[int]:
+    """Hand a batch back to other places, now that they are known: (lane, group, cost) a request, in the batch's order.
+
+    ``front``: they go to the head of these, else to the end. Requests that were recovered go back to ``solo``.
+    """
+    fields = [
+        (f"{lane}:{group}" if group else lane).encode() + (b"" if cost is None else _cost(cost))
+        for lane, group, cost in places
+    ]
+    end = b"front" if front else b"back"
+    return Call(_evalsha("release", keys, batch.encode(), end, *fields), 1, first)
+
+
 class Recovered(NamedTuple):
     """What recover came to: ``none``, ``moved`` with the number of requests, or ``dead`` with the head of the one to bury."""
 
@@ -638,11 +678,13 @@ def stats(keys: Keys) -> Call[list[Any]]:
         pack(b"LLEN", keys.prefix + b"heads:solo")
     ]
     oldest = [pack(b"LINDEX", keys.heads[lane], b"0") for lane in "hnl"]
+    groups = [pack(b"ZRANGE", keys.groups[lane], b"0", b"0", b"WITHSCORES") for lane in "hnl"]
     rest = [
+        pack(b"ZUNION", b"3", *keys.groups.values()),
         pack(b"ZCARD", keys.leases), pack(b"LLEN", keys.dead), pack(b"HGETALL", keys.counters), pack(b"HGETALL", keys.config),
         pack(b"HGETALL", keys.workers), pack(b"TIME"),
     ]  # fmt: skip
-    commands = [*lengths, *oldest, *rest]
+    commands = [*lengths, *oldest, *groups, *rest]
 
     def parse(answers: list[Any]) -> list[Any]:
         for answer in answers:

@@ -26,6 +26,9 @@ DEFAULT_MAX_PAYLOAD: Final = 64 * MIB
 DEFAULT_RESULT_TTL: Final = 3600.0
 DEFAULT_MAX_BATCH_SIZE: Final = 32
 DEFAULT_MAX_DELAY: Final = 0.005
+MAX_COST: Final = 1_000_000_000
+DEFAULT_COST: Final = 1
+"""What a request counts that says nothing about its cost, where batches have a budget."""
 DEFAULT_LEASE: Final = 5.0
 DEFAULT_BATCH_TIMEOUT: Final = 120.0
 DEFAULT_DRAIN_TIMEOUT: Final = 25.0
@@ -112,18 +115,26 @@ class BatchPolicy:
 
     ``max_batch_size``: requests a batch, 1 to 4,096. ``max_delay``: seconds that the oldest request waits for others, 0 to 60.
     ``capacity``: requests that may be pending, 1 to 1,000,000. ``capacity_bytes``: bytes that may be pending, 1 KiB to 1 TiB.
+    ``max_batch_cost``: the sum of the requests' costs in a batch, 1 to 1,000,000,000, None for no such limit; a request without a cost
+    counts 1. ``padded``: a batch costs its largest cost x its size instead, as one that is padded to its longest item does.
     """
 
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE
     max_delay: float = DEFAULT_MAX_DELAY
     capacity: int = DEFAULT_CAPACITY
     capacity_bytes: int = DEFAULT_CAPACITY_BYTES
+    max_batch_cost: int | None = None
+    padded: bool = False
 
     def __post_init__(self) -> None:
         check_int("max_batch_size", self.max_batch_size, 1, 4096, DEFAULT_MAX_BATCH_SIZE)
         check_number("max_delay", self.max_delay, 0, 60, DEFAULT_MAX_DELAY, " s")
         check_int("capacity", self.capacity, 1, 1_000_000, DEFAULT_CAPACITY, " requests")
         check_int("capacity_bytes", self.capacity_bytes, KIB, MIB * MIB, DEFAULT_CAPACITY_BYTES, " bytes")
+        if self.max_batch_cost is not None:
+            check_int("max_batch_cost", self.max_batch_cost, 1, MAX_COST, "None, no limit")
+        elif self.padded:
+            raise ConfigError("padded=True says how max_batch_cost is counted, and there is none: give one (default False)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from batchq.chain import Position
 from batchq.commands import Call, Outgoing, Pushed
 from batchq.config import DAY, REPLY_TTL_MS
 from batchq.errors import BackendAuthError, BackendUnavailableError, BatchqError
+from batchq.keys import place_of
 from batchq.requests import MAX_PUSH_BYTES, MAX_PUSH_REQUESTS, out_of_memory, outcome, refused, too_late
 from batchq.slots import SILENCE, Pool
 from batchq.store import SLOWEST, LinkLostError, OutOfMemory, retry_delay
@@ -36,14 +37,22 @@ _LONG_PAUSE: Final = 45.0
 class Request:
     """A request on its way."""
 
-    __slots__ = ("data", "deadline", "id", "lane", "number", "timeout", "ttl_ms")
+    __slots__ = ("cost", "data", "deadline", "id", "number", "place", "timeout", "ttl_ms")
 
     def __init__(
-        self, id: bytes, data: bytes, lane: str, timeout: float, deadline: float, ttl_ms: int
+        self,
+        id: bytes,
+        data: bytes,
+        place: str,
+        timeout: float,
+        deadline: float,
+        ttl_ms: int,
+        cost: float | None,
     ) -> None:
         self.id = id
         self.data = data
-        self.lane = lane
+        self.place = place
+        self.cost = cost
         self.timeout = timeout
         self.deadline = deadline
         self.ttl_ms = ttl_ms
@@ -156,7 +165,7 @@ class Exchange:
             id, self._slot.name if self.stream else ttl_ms or REPLY_TTL_MS, int(timeout * 1000), value,
             meta=extras.meta, batch_key=extras.batch_key, cost=extras.cost, max_payload=self.pool.config.max_payload,
         )  # fmt: skip
-        return Request(id, data, lane, timeout, deadline, ttl_ms)
+        return Request(id, data, place_of(lane, extras.batch_key), timeout, deadline, ttl_ms, extras.cost)
 
     def add(self, requests: list[Request], *, whole: bool = False, jobs: bool = False) -> None:
         """Have requests leave in one push."""
@@ -253,9 +262,10 @@ class Exchange:
                     Outgoing(
                         r.id,
                         r.data,
-                        r.lane,
+                        r.place,
                         int(r.left(now) * 1e6) if r.id in self.outstanding else 0,
                         r.ttl_ms,
+                        r.cost,
                     )
                     for r in group.requests
                 ],
@@ -287,9 +297,9 @@ class Exchange:
         left = dict(pushed.admitted or {})
         asked = len(group.requests) if group.whole else 1
         for request in group.requests:
-            admitted = left.get(request.lane, 0) > 0
+            admitted = left.get(request.place, 0) > 0
             if admitted:
-                left[request.lane] -= 1
+                left[request.place] -= 1
             if (group.jobs or not admitted) and self.outstanding.pop(request.id, None) is not None:
                 settled.append(
                     (

@@ -10,8 +10,14 @@ requests, requests:high,    list    push, release, take        pending requests,
 requests:low
 heads, heads:high,          list    push, release, take        one head a request, same order; 7 days idle
 heads:low
+requests@<group>, … and     list    push, release, take        the same for one ``batch_key``; <group>: see ``group_name``
+heads@<group>, …
+groups:high, groups,        zset    push, release, take        group -> enqueue time of its first request in that lane
+groups:low
+full                        zset    push, release, take        groups that may fill a batch -> enqueue time of their oldest
+costs                       hash    push, release, take        group -> by how much its requests cost more than 1 each
 solo, heads:solo            list    recover, take              requests whose worker died, to be run alone; 7 days idle
-due                         list    take                       exists only inside take's MULTI
+due, due:aside, due:home    list …  take                       exist only inside take's MULTI
 wake                        list    push, take, nudge …        at most one token: "something is worth a take"
 want                        string  take                       how many pending requests are worth a token; PX
 batch:<b>, batch:<b>:heads  list    take; finish deletes       a batch in flight
@@ -21,7 +27,7 @@ replies:<client>            stream  finish                     replies for an as
 producer:<x>                string  push                       token and counts of the last push; 1 h
 job:<id>                    string  push                       a submitted job exists; its deadline and ``result_ttl``
 cancelled                   zset    cancel                     id -> when to forget it; 24 h
-config                      hash    register                   max_batch_size, max_delay_us, capacity, capacity_bytes
+config                      hash    register                   the queue's settings, see ``BatchPolicy``
 workers                     hash    report                     worker -> last report; pruned after 60 s
 counters                    hash    push, take, finish …       totals since the queue was made, approximate
 dead                        list    bury                       dead letters, newest first, capped; 7 days
@@ -32,12 +38,15 @@ One key has no tag: ``batchq:queues``, a zset of queue names by last use.
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 from batchq.errors import ConfigError
 
 QUEUES = b"batchq:queues"
 
+_MAX_GROUP = 64
+_PLAIN_GROUP = re.compile(r"[A-Za-z0-9._-]{1,63}")
 _QUEUE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -50,10 +59,33 @@ def check_queue_name(name: object) -> str:
     return name
 
 
+def group_name(batch_key: str | int | None) -> str:
+    """Return the name that the requests of one ``batch_key`` go by in Redis; '' for None.
+
+    A short plain str is its own name behind an ``s``, an int stands behind an ``i``; anything else is named by a digest of 128 bits
+    (BLAKE2b), so that a name never holds a separator and never grows.
+    """
+    if batch_key is None:
+        return ""
+    if isinstance(batch_key, int):
+        name = f"i{batch_key}"
+        return name if len(name) <= _MAX_GROUP else "j" + _digest(name)
+    return "s" + batch_key if _PLAIN_GROUP.fullmatch(batch_key) else "h" + _digest(batch_key)
+
+
+def place_of(lane: str, batch_key: str | int | None) -> str:
+    """Return where a request waits: its lane's letter, behind it the group's name where it has a ``batch_key``."""
+    return lane if batch_key is None else f"{lane}:{group_name(batch_key)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 class Keys:
     """The key names of one queue, as bytes."""
 
-    __slots__ = ("_text", "cancelled", "config", "counters", "dead", "heads", "leases", "prefix", "queue",
+    __slots__ = ("_text", "cancelled", "config", "counters", "dead", "groups", "heads", "leases", "prefix", "queue",
                  "requests", "solo", "wake", "workers")  # fmt: skip
 
     def __init__(self, queue: str) -> None:
@@ -63,6 +95,7 @@ class Keys:
         lanes = {"h": b":high", "n": b"", "l": b":low"}
         self.requests = {lane: self.prefix + b"requests" + suffix for lane, suffix in lanes.items()}
         self.heads = {lane: self.prefix + b"heads" + suffix for lane, suffix in lanes.items()}
+        self.groups = {lane: self.prefix + b"groups" + suffix for lane, suffix in lanes.items()}
         self.solo = self.prefix + b"solo"
         self.wake = self.prefix + b"wake"
         self.leases = self.prefix + b"leases"
@@ -71,6 +104,11 @@ class Keys:
         self.workers = self.prefix + b"workers"
         self.counters = self.prefix + b"counters"
         self.dead = self.prefix + b"dead"
+
+    def requests_of(self, place: str) -> bytes:
+        """Name the pending requests of a place: a lane's letter, or ``<lane>:<group>``."""
+        lane, _, group = place.partition(":")
+        return self.requests[lane] + b"@" + group.encode() if group else self.requests[lane]
 
     def batch(self, batch: str) -> bytes:
         """Name the requests of a batch in flight."""

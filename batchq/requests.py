@@ -120,13 +120,13 @@ def no_worker_hint(queue: str, others: dict[str, int]) -> str:
     return f"no live worker on {queue!r}; live queues: {names}"
 
 
-def check_fits(count: int, capacity: int | None, lane: str) -> None:
+def check_fits(count: int, capacity: int | None, place: str) -> None:
     """Raise ConfigError for more values at once than the queue can ever hold; None: not known."""
     if capacity is None:
         return
-    share = max(1, capacity // 2) if lane == "l" else capacity
+    share = max(1, capacity // 2) if place[0] == "l" else capacity
     if count > share:
-        half = " (low priority may fill half of it)" if lane == "l" else ""
+        half = " (low priority may fill half of it)" if place[0] == "l" else ""
         raise ConfigError(
             f"predict_many of {count:,} values: the queue's capacity is {capacity:,}{half}; use map() for more"
         )

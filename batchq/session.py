@@ -29,7 +29,7 @@ from batchq.errors import (
     BatchqError,
     ClientClosedError,
 )
-from batchq.keys import Keys
+from batchq.keys import Keys, place_of
 from batchq.requests import (
     MAX_PUSH_BYTES,
     MAX_PUSH_REQUESTS,
@@ -57,12 +57,13 @@ class Call:
     """A request on its way, and the future that its caller waits for."""
 
     __slots__ = (
+        "cost",
         "deadline",
         "future",
         "give_up",
         "id",
-        "lane",
         "number",
+        "place",
         "request",
         "timeout",
         "ttl_ms",
@@ -72,14 +73,16 @@ class Call:
         self,
         id: bytes,
         request: bytes,
-        lane: str,
+        place: str,
         timeout: float,
         deadline: float,
         future: asyncio.Future[Any],
+        cost: float | None = None,
     ) -> None:
         self.id = id
         self.request = request
-        self.lane = lane
+        self.place = place
+        self.cost = cost
         self.timeout = timeout
         self.deadline = deadline
         self.give_up = deadline
@@ -93,7 +96,7 @@ class Call:
         """Return the request as it is pushed now, with the time that is left."""
         # a caller that has gone meanwhile leaves a request without time, which take drops
         left = 0.0 if self.future.done() else max(0.0, self.deadline - now)
-        return Outgoing(self.id, self.request, self.lane, int(left * 1e6), self.ttl_ms)
+        return Outgoing(self.id, self.request, self.place, int(left * 1e6), self.ttl_ms, self.cost)
 
 
 class Group:
@@ -183,7 +186,9 @@ class Session:
             cost=cost,
             max_payload=self.config.max_payload,
         )
-        return Call(request_id, request, lane, timeout, self.loop.time() + timeout, self.loop.create_future())
+        place = place_of(lane, batch_key)
+        deadline = self.loop.time() + timeout
+        return Call(request_id, request, place, timeout, deadline, self.loop.create_future(), cost)
 
     def enqueue(self, call: Call) -> None:
         """Put one request into the push that leaves next."""
@@ -407,8 +412,8 @@ class Session:
         self.chain.done(position)
         left = dict(pushed.admitted or {})
         for call in group.calls:
-            if left.get(call.lane, 0) > 0:
-                left[call.lane] -= 1
+            if left.get(call.place, 0) > 0:
+                left[call.place] -= 1
             else:
                 self._fail(
                     call, refused(self.config.queue, pushed, call.id, len(group.calls) if group.whole else 1)

@@ -33,7 +33,7 @@ class WorkerStats:
 class QueueStats:
     """A queue at one moment.
 
-    ``depth``: pending requests by lane ("high", "normal", "low"). ``oldest_age``: seconds that the oldest of
+    ``depth``: pending requests by lane ("high", "normal", "low"). ``groups``: how many batch keys they have. ``oldest_age``: seconds that the oldest of
     them has waited, 0 where nothing waits. ``solo``: requests to be run alone. ``in_flight``: batches
     that run now. ``accepted`` to ``dead``: totals. ``drain_rate``: answers a second.
     ``mean_batch_size``: recent.
@@ -41,6 +41,7 @@ class QueueStats:
 
     queue: str
     depth: dict[str, int]
+    groups: int = 0
     oldest_age: float
     solo: int
     in_flight: int
@@ -60,11 +61,13 @@ class QueueStats:
 def from_answers(queue: str, answers: list[Any]) -> QueueStats:
     """Make Redis' answers to ``commands.stats`` readable."""
     high, normal, low, solo, *rest = answers
-    oldest_heads, (leases, dead, counters, config, workers, clock) = rest[:3], rest[3:]
+    oldest_heads, oldest_groups = rest[:3], rest[3:6]
+    groups, leases, dead, counters, config, workers, clock = rest[6:]
     now = int(clock[0]) + int(clock[1]) / 1e6
     totals = _pairs(counters)
     settings = _pairs(config)
     ages = [now - int(head.partition(b";")[0]) / 1e6 for head in oldest_heads if head]
+    ages += [now - float(first[1]) / 1e6 for first in oldest_groups if first]
     reports = [_report(name, report, now) for name, report in zip(workers[::2], workers[1::2], strict=True)]
     live = tuple(
         sorted(
@@ -80,7 +83,12 @@ def from_answers(queue: str, answers: list[Any]) -> QueueStats:
     batches = total("batches")
     return QueueStats(
         queue=queue,
-        depth={"high": high, "normal": normal, "low": low},
+        depth={
+            "high": high + total("grouped_h"),
+            "normal": normal + total("grouped_n"),
+            "low": low + total("grouped_l"),
+        },
+        groups=len(groups),
         oldest_age=max([0.0, *ages]),
         solo=solo,
         in_flight=leases,

@@ -223,8 +223,9 @@ class Client:
         """Send one value and return the model's answer to it.
 
         ``timeout``: seconds from this call to its answer, more than 0 and at most 86,400; None means the client's. ``priority``: ``high``,
-        ``normal`` or ``low``. ``batch_key``, ``cost`` and ``meta``
-        are carried to the worker, which does not act on them in this version.
+        ``normal`` or ``low``. ``batch_key``: only requests with equal keys (str or int) share a batch, such as those of one shape or one
+        adapter. ``cost``: what this request counts in a batch's ``max_batch_cost``, such as its tokens; 1 where nobody says. ``meta``: a
+        dict for the model, which finds it in its BatchContext.
 
         Raises QueueFullError, DeadlineExceededError, ModelError, WorkerLostError, BackendUnavailableError, EncodeError,
         PayloadTooLargeError, and ConfigError for an argument out of its range.

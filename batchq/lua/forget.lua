@@ -8,7 +8,7 @@ for _, id in ipairs(ARGV) do
   ids[id] = true
 end
 for i, head in ipairs(redis.call('LRANGE', LISTS.s[2], 0, -1)) do
-  if ids[string.match(head, ';%a;%d+;(%x+)') or ''] then
+  if ids[string.match(head, ';%a[^;]*;%d+;(%x+)') or ''] then
     redis.call('LSET', LISTS.s[1], i - 1, '')
     redis.call('LSET', LISTS.s[2], i - 1, '')
     found = found + 1
@@ -18,6 +18,6 @@ end
 if found > 0 then
   redis.call('LREM', LISTS.s[1], 0, '')
   redis.call('LREM', LISTS.s[2], 0, '')
-  add_pending_bytes(-bytes_of(gone), pending())
+  add_pending_bytes(-bytes_of(gone), (pending()))
 end
 return found

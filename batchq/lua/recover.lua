@@ -21,7 +21,7 @@ if n == 0 then
 end
 local suffix = ';' .. ARGV[3] .. ';' .. int(now)
 for i = 1, n do
-  local before, attempts, after = string.match(heads[i], '^(%d+;%d+;%d+;)(%d+)(;%a;%d+;%x+)')
+  local before, attempts, after = string.match(heads[i], '^(%d+;%d+;%d+;)(%d+)(;%a[^;]*;%d+;%x+)')
   if before then
     attempts = tonumber(attempts)
     if n == 1 then -- it ran alone: nobody else can be to blame

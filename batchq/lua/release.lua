@@ -1,23 +1,49 @@
--- release: hand a batch back that was not begun, to the head of the lanes that it came from, in the old order.
+-- release: hand a batch back that was not begun, to the head of the places that it came from, in the old order.
 --
--- ARGV  1 batch
+-- ARGV  1 batch   then, to regroup it instead, the new place[@cost] of each request: 2 'front' or 'back' of these places   3 … one a request
 -- Returns how many requests went back.
 local source, source_heads = prefix .. 'batch:' .. ARGV[1], prefix .. 'batch:' .. ARGV[1] .. ':heads'
 redis.call('DEL', prefix .. 'want') -- the first write has to be one that Redis allows at maxmemory
+local most, budget, padded = batch_limits()
 local heads = redis.call('LRANGE', source_heads, 0, -1)
 local n = math.min(#heads, redis.call('LLEN', source))
-for i = n, 1, -1 do
-  local recovered = string.find(heads[i], '^%d+;%d+;%d+;%d+;%a;%d+;%x+;')
-  local lane = recovered and 's' or string.match(heads[i], '^%d+;%d+;%d+;%d+;([hnl]);') or 'n'
-  redis.call('LMOVE', source, LISTS[lane][1], 'RIGHT', 'LEFT')
-  redis.call('LPUSH', LISTS[lane][2], heads[i])
+local back = ARGV[2] == 'back'
+local groups = {}
+for step = 1, n do
+  local i = back and step or n + 1 - step
+  local head = heads[i]
+  local before, field, after = string.match(head, '^(%d+;%d+;%d+;%d+;)([hnl][^;]*)(;%d+;%x+)$')
+  local place = 's' -- what has a worker behind it was recovered, and runs alone
+  if before then
+    field = ARGV[i + 2] or field
+    head = before .. field .. after
+    place = string.match(field, '^[^@]+')
+    local group = string.sub(place, 3)
+    if group ~= '' then
+      groups[group] = math.max(groups[group] or 0, cost_of(head))
+    end
+    if group ~= '' or budget then
+      add_cost(group, {head}, 1)
+    end
+    add_grouped(place, 1)
+  end
+  local lists = lists_of(place)
+  redis.call('LMOVE', source, lists[1], back and 'LEFT' or 'RIGHT', back and 'RIGHT' or 'LEFT')
+  redis.call(back and 'RPUSH' or 'LPUSH', lists[2], head)
+  if ARGV[2] then
+    redis.call('EXPIRE', lists[1], 604800)
+    redis.call('EXPIRE', lists[2], 604800)
+  end
+end
+for group, longest in pairs(groups) do
+  reindex(group, most, budget, padded, longest)
 end
 redis.call('UNLINK', source, source_heads)
 redis.call('ZREM', prefix .. 'leases', ARGV[1]) -- last: see take
 if n > 0 then
   local still = pending()
   add_pending_bytes(bytes_of(heads), still)
-  redis.call('HINCRBY', prefix .. 'counters', 'released', n)
+  redis.call('HINCRBY', prefix .. 'counters', ARGV[2] and 'regrouped' or 'released', n)
   leave_token()
 end
 return n

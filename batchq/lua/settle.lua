@@ -1,13 +1,19 @@
--- settle: the end of a native take. What is left of `due` goes back to the lane it was renamed from: the one lane that has heads and no
--- requests. Only take, this script and the LMOVEs between them, in one MULTI, ever see `due`.
-if redis.call('EXISTS', prefix .. 'due') == 0 then
+-- settle: the end of a native take. What is left of `due` goes back to the place it was renamed from, in front of it what the LMOVEs took
+-- and the take did not mean: they are as many as a batch may hold, and a budget may have let fewer through. Only take, this script and the
+-- LMOVEs between them, in one MULTI, ever see `due`.
+--
+-- ARGV  1 batch
+local home = redis.call('GETDEL', prefix .. 'due:home')
+if not home then
   return 0
 end
-for _, lists in pairs(LISTS) do
-  if redis.call('EXISTS', lists[1]) == 0 and redis.call('EXISTS', lists[2]) == 1 then
-    redis.call('RENAME', prefix .. 'due', lists[1])
-    redis.call('EXPIRE', lists[1], 604800)
-    return 1
-  end
+local due, batch = prefix .. 'due', prefix .. 'batch:' .. ARGV[1]
+for _ = 1, redis.call('LLEN', batch) - redis.call('LLEN', batch .. ':heads') do
+  redis.call('LMOVE', batch, due, 'RIGHT', 'LEFT')
 end
-return 0
+if redis.call('EXISTS', due) == 1 then
+  local requests = lists_of(home)[1]
+  redis.call('RENAME', due, requests)
+  redis.call('EXPIRE', requests, 604800)
+end
+return 1

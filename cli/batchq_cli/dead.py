@@ -26,7 +26,7 @@ from batchq import commands, wire
 from batchq.commands import Call, Outgoing
 from batchq.config import DEFAULT_RESULT_TTL, LANES, check_timeout, resolve_queue, resolve_url
 from batchq.errors import BackendUnavailableError, BatchqError
-from batchq.keys import Keys
+from batchq.keys import Keys, place_of
 from batchq.requests import JOB_DEADLINE, check_result_ttl, out_of_memory, refused
 from batchq.store import AsyncLink, Endpoint, OutOfMemory
 from batchq_cli.call import to_json
@@ -177,7 +177,8 @@ def new_job(data: bytes, *, lane: str, deadline: float, ttl_ms: int) -> Outgoing
         job_id, ttl_ms, int(deadline * 1000), request.value,
         meta=request.meta, batch_key=request.batch_key, cost=request.cost,
     )  # fmt: skip
-    return Outgoing(job_id, again, LANES.get(lane, LANES["normal"]), int(deadline * 1e6), ttl_ms)
+    place = place_of(LANES.get(lane, LANES["normal"]), request.batch_key)
+    return Outgoing(job_id, again, place, int(deadline * 1e6), ttl_ms, request.cost)
 
 
 # --- what is said to Redis ---
