@@ -346,6 +346,19 @@ def list_queues() -> Call[list[str]]:
 # --- the worker's verbs -----------------------------------------------------------------------------------------------------------------
 
 
+class Place(NamedTuple):
+    """Where a request waits, and what it counts in a batch there; ``group`` '' for none, ``cost`` None for 1."""
+
+    lane: str
+    group: str
+    cost: float | None
+
+    def field(self) -> bytes:
+        """Return it as it stands in a head."""
+        name = f"{self.lane}:{self.group}" if self.group else self.lane
+        return name.encode() + (b"" if self.cost is None else _cost(self.cost))
+
+
 class Head(NamedTuple):
     """What Redis knows of a request: times in microseconds of its clock; ``group`` '' for none, ``cost`` None where none is known."""
 
@@ -578,17 +591,12 @@ def release(keys: Keys, batch: str) -> Call[int]:
     return Call(_evalsha("release", keys, batch.encode()), 1, first)
 
 
-def regroup(
-    keys: Keys, batch: str, places: Sequence[tuple[str, str, float | None]], *, front: bool
-) -> Call[int]:
-    """Hand a batch back to other places, now that they are known: (lane, group, cost) a request, in the batch's order.
+def regroup(keys: Keys, batch: str, places: Sequence[Place | None], *, front: bool) -> Call[int]:
+    """Hand a batch back to other places, now that they are known: one for each of its elements, None for one that is dropped.
 
     ``front``: they go to the head of these, else to the end. Requests that were recovered go back to ``solo``.
     """
-    fields = [
-        (f"{lane}:{group}" if group else lane).encode() + (b"" if cost is None else _cost(cost))
-        for lane, group, cost in places
-    ]
+    fields = [b"" if place is None else place.field() for place in places]
     end = b"front" if front else b"back"
     return Call(_evalsha("release", keys, batch.encode(), end, *fields), 1, first)
 

@@ -73,7 +73,8 @@ local function add_grouped(place, n)
 end
 
 -- Bring the indexes up to date after a group's lists have changed: for each lane the groups that have requests in it, by the enqueue time
--- of the first; and the groups that are `full`, as far as that can be told here. `longest` is the cost of a request that is known to wait.
+-- of the first; and the groups that are `full`, as far as that can be told here: take looks closer. `longest` is the largest cost that has
+-- just come; the largest since the group was last empty is kept with the sums, as `<group>^`.
 -- Returns how many requests the group has, and whether it is full.
 local function reindex(group, most, budget, padded, longest)
   local n, oldest = 0, nil
@@ -89,12 +90,16 @@ local function reindex(group, most, budget, padded, longest)
       redis.call('HDEL', prefix .. 'counters', 'grouped_' .. lane) -- whatever was lost on the way
     end
   end
-  local full = n >= most
-  if n > 0 and budget and not full then
-    full = n + (redis.call('HGET', prefix .. 'costs', group) or 0) >= budget or (padded and (longest or 0) * n >= budget)
-  end
   if n == 0 then
-    redis.call('HDEL', prefix .. 'costs', group)
+    redis.call('HDEL', prefix .. 'costs', group, group .. '^')
+  end
+  local full = n >= most
+  if n > 0 and budget then
+    local costs = redis.call('HMGET', prefix .. 'costs', group, group .. '^')
+    if padded and (longest or 0) > tonumber(costs[2] or 0) then
+      redis.call('HSET', prefix .. 'costs', group .. '^', string.format('%.17g', longest))
+    end
+    full = full or n + (costs[1] or 0) >= budget or (padded and math.max(longest or 0, costs[2] or 0) * n >= budget)
   end
   if full and n > 0 then
     redis.call('ZADD', prefix .. 'full', int(oldest), group)

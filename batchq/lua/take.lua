@@ -191,16 +191,19 @@ local function examine(group)
   end
   local native, slots, n, cost, longest = form == 'native', 0, 0, 0, 0
   local whole = group == '' and regroups ~= '' -- what is to be regrouped is no batch yet
-  local function fits(one)
-    if not budget or whole or n == 0 then
-      return true
-    elseif padded then
-      return math.max(longest, one) * (n + 1) <= budget
+  local priced = budget and not whole
+  -- Give a request its place, unless the batch would cost too much with it.
+  local function add(head)
+    if priced then
+      local one = cost_of(head)
+      local most_of, sum = math.max(longest, one), cost + one
+      if n > 0 and (padded and most_of * (n + 1) or sum) > budget then
+        return false
+      end
+      cost, longest = sum, most_of
     end
-    return cost + one <= budget
-  end
-  local function add(one)
-    slots, n, cost, longest = slots + 1, n + 1, cost + one, math.max(longest, one)
+    slots, n = slots + 1, n + 1
+    return true
   end
 
   -- The oldest of a lane is granted a place once it has waited for a second; the rest goes to high, normal, low.
@@ -213,31 +216,32 @@ local function examine(group)
   end
   table.sort(aged, function(a, b) return a.oldest < b.oldest end)
   for _, found in ipairs(aged) do
-    local one = budget and cost_of(found.heads[1]) or 1
-    if slots < limit and fits(one) then
+    if slots < limit and add(found.heads[1]) then
       found.elements = 1
-      add(one)
     end
   end
   local over = false
   for _, found in ipairs(seen.lanes) do
     for i = found.elements + 1, #found.heads do
-      local live = found.fates[i] == ''
-      if live or native then -- natively each element costs one of the caller's LMOVEs
-        local one = live and budget and cost_of(found.heads[i]) or 1
-        over = over or (live and not fits(one))
+      if found.fates[i] == '' then
         if over or slots >= limit then
           break
-        elseif live then
-          add(one)
-        else
-          slots = slots + 1
+        elseif not priced then
+          slots, n = slots + 1, n + 1
+        elseif not add(found.heads[i]) then
+          over = true
+          break
         end
+      elseif native then -- each element costs one of the caller's LMOVEs
+        if over or slots >= limit then
+          break
+        end
+        slots = slots + 1
       end
       found.elements = i
     end
   end
-  local filled = budget and not whole and (over or (padded and longest * n or cost) >= budget)
+  local filled = priced and (over or (padded and longest * n or cost) >= budget)
   seen.full = filled or seen.total >= most
   seen.ripe = filled or (seen.total >= most and seen.live >= limit) or whole
   return seen

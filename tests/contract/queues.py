@@ -22,7 +22,7 @@ LISTS = {
     "s": ("solo", "heads:solo"),
 }
 KNOWN = {"requests", "heads", "solo", "wake", "want", "batch", "leases", "reply", "replies", "producer", "job"} | {
-    "cancelled", "config", "workers", "counters", "dead",
+    "cancelled", "config", "workers", "counters", "dead", "groups", "full", "costs",
 }  # fmt: skip
 count = itertools.count(1)
 
@@ -104,6 +104,23 @@ class Queue:
     def drink_token(self) -> bool:
         return bool(self.raw("DEL", self.keys.wake))
 
+    def groups(self) -> set[str]:
+        """The names of all groups that have keys of their own."""
+        names = self.raw("KEYS", self.key("*@*"))
+        return {name.decode().rpartition("@")[2] for name in names}
+
+    def age(self, place: str, seconds: float) -> None:
+        """Let a place's requests have come so much earlier."""
+        heads = self.keys.requests_of(place).replace(b"requests", b"heads")
+        rows = [row.partition(b";") for row in self.raw("LRANGE", heads, 0, -1)]
+        for index, (stamp, _, rest) in enumerate(rows):
+            self.raw("LSET", heads, index, b"%d;%b" % (int(stamp) - int(seconds * 1e6), rest))
+        lane, _, group = place.partition(":")
+        if group:
+            stamp = int(rows[0][0]) - int(seconds * 1e6)
+            self.raw("ZADD", self.keys.groups[lane], stamp, group)
+            self.raw("ZADD", self.key("full"), "XX", stamp, group)
+
     def ttl_ms(self, name: str) -> int:
         return int(self.raw("PTTL", self.key(name)))
 
@@ -122,6 +139,7 @@ class Queue:
             sizes = [int(row.split(b";")[2]) for row in rows]
             assert sizes == [len(e) for e in elements], f"lane {lane}: sizes"
             total += sum(sizes)
+        total += self.check_groups()
         assert self.counter("pending_bytes") == total, "pending_bytes is not the sum of the sizes"
         self.check_traces()
         for batch in self.raw("ZRANGE", self.keys.leases, 0, -1):
@@ -131,8 +149,43 @@ class Queue:
                 f"batch {batch!r}: other ids"
             )
 
+    def check_groups(self) -> int:
+        """Check each group's lists, and that the indexes say what these hold; the bytes in them."""
+        total, more = 0, {}
+        indexes: dict[str, dict[str, int]] = {"h": {}, "n": {}, "l": {}}
+        counts = dict.fromkeys(indexes, 0)
+        groups = self.groups()
+        for lane, group in itertools.product(indexes, groups):
+            requests = self.keys.requests_of(f"{lane}:{group}")
+            elements = self.raw("LRANGE", requests, 0, -1)
+            rows = self.raw("LRANGE", requests.replace(b"requests", b"heads"), 0, -1)
+            assert [wire.read_address(e)[0] for e in elements] == [_id(row) for row in rows], (
+                f"{lane}:{group}: other ids"
+            )
+            heads = [head for row in rows if (head := commands.parse_head(row))]
+            assert all((head.lane, head.group) == (lane, group) for head in heads)
+            assert [head.size for head in heads] == [len(e) for e in elements]
+            total += sum(head.size for head in heads)
+            counts[lane] += len(heads)
+            more[group] = more.get(group, 0) + sum(
+                head.cost - 1 for head in heads if head.cost is not None
+            )
+            if heads:
+                indexes[lane][group] = heads[0].enqueued
+        for lane, index in indexes.items():
+            flat = self.raw("ZRANGE", self.keys.groups[lane], 0, -1, "WITHSCORES")
+            assert {g.decode(): int(s) for g, s in zip(flat[::2], flat[1::2], strict=True)} == index, lane
+            assert self.counter(f"grouped_{lane}") == counts[lane], f"grouped_{lane}"
+        assert {g.decode() for g in self.raw("ZRANGE", self.key("full"), 0, -1)} <= groups
+        flat = self.raw("HGETALL", self.key("costs"))
+        costs = {g.decode(): float(c) for g, c in zip(flat[::2], flat[1::2], strict=True) if g[-1:] != b"^"}
+        assert set(costs) - {""} <= groups
+        for group in groups:
+            assert abs(costs.get(group, 0) - more[group]) < 1e-6, f"costs of {group}"
+        return total
+
     def check_traces(self) -> None:
-        assert not self.raw("EXISTS", self.key("due"), self.key("due:aside")), (
+        assert not self.raw("EXISTS", self.key("due"), self.key("due:aside"), self.key("due:home")), (
             "a take has left something behind"
         )
         assert self.tokens() <= 1, "more than one token"
@@ -206,14 +259,20 @@ def _id(head: bytes) -> bytes:
 
 
 def outgoing(
-    n: int = 1, *, lane: str = "n", size: int = 10, timeout_us: int = MINUTE, ttl_ms: int = 0
+    n: int = 1,
+    *,
+    lane: str = "n",
+    size: int = 10,
+    timeout_us: int = MINUTE,
+    ttl_ms: int = 0,
+    cost: float | None = None,
 ) -> list[Outgoing]:
-    """Return new requests, with ids that count up."""
+    """Return new requests, with ids that count up; ``lane`` may be a group's, such as ``n:sa``."""
     made = []
     for _ in range(n):
         request_id = next(count).to_bytes(16, "big")
         data = wire.encode_request(request_id, ttl_ms or CLIENT, timeout_us // 1000, b"x" * size)
-        made.append(Outgoing(request_id, data, lane, timeout_us, ttl_ms))
+        made.append(Outgoing(request_id, data, lane, timeout_us, ttl_ms, cost))
     return made
 
 
