@@ -66,6 +66,14 @@ local function add_cost(group, heads, sign)
   end
 end
 
+-- Have a place's group in the index before anything stands in it: a server that comes up with half of a script's writes must not have
+-- requests there that nobody looks for. An entry too much is removed when somebody does.
+local function announce(place, enqueued)
+  if #place > 1 then
+    redis.call('ZADD', INDEX[string.sub(place, 1, 1)], 'NX', enqueued, string.sub(place, 3))
+  end
+end
+
 local function add_grouped(place, n)
   if #place > 1 and n ~= 0 then
     redis.call('HINCRBY', prefix .. 'counters', 'grouped_' .. string.sub(place, 1, 1), n)

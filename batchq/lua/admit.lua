@@ -119,6 +119,7 @@ for _, p in ipairs(pushes) do
   end
   if n > 0 then
     local lists = lists_of(p.place)
+    announce(p.place, int(now))
     push('RPUSH', lists[2], heads)
     redis.call('EXPIRE', lists[1], 604800)
     redis.call('EXPIRE', lists[2], 604800)

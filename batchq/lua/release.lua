@@ -25,6 +25,7 @@ for step = 1, n do
     place = string.match(field, '^[^@]+')
     local group = string.sub(place, 3)
     if group ~= '' then
+      announce(place, string.match(before, '^%d+'))
       groups[group] = math.max(groups[group] or 0, cost_of(head))
     end
     if group ~= '' or budget then

@@ -20,6 +20,7 @@ import redis as redis_py
 
 from batchq import AsyncClient, QueueFullError, WorkerLostError, wire
 from batchq_cli.embedded import EmbeddedRedis
+from tests.chaos.chaos_model import BUDGET, cost_of, group_of
 from tests.chaos.proxy import Proxy
 
 TIMEOUT = 60.0
@@ -59,13 +60,15 @@ class Stack:
     """Redis, a proxy before it, workers and a client, with the faults that a run may do to them."""
 
     def __init__(
-        self, seed: int, *redis_arguments: str, workers: int = 2, lease: float = 1.5, run_ms: float = 3
+        self, seed: int, *redis_arguments: str, workers: int = 2, lease: float = 1.5, run_ms: float = 3, groups: str = ""
     ) -> None:
         self.random = random.Random(seed)
         self.redis = EmbeddedRedis(*redis_arguments)
         self.ledger = Ledger()
         self.lease = lease
         self.run_ms = run_ms
+        self.groups = groups
+        """Who tells a request's group and cost: '' nobody, ``callers`` or the ``model``."""
         self._count = workers
         self._directory = tempfile.TemporaryDirectory(prefix="batchq-chaos-")
         self._log = Path(self._directory.name) / "workers.log"
@@ -108,8 +111,12 @@ class Stack:
 
     def start_worker(self) -> subprocess.Popen[bytes]:
         """Start one worker more."""
+        load = "load_grouping" if self.groups == "model" else "load"
+        grouping = ["--max-batch-cost", str(BUDGET)] if self.groups else []
+        if self.groups == "callers":
+            grouping += ["--model-arg", "groups=callers"]
         command = [
-            sys.executable, "-m", "batchq_cli", "worker", "--redis", self.url, "--model", "tests.chaos.chaos_model:load",
+            sys.executable, "-m", "batchq_cli", "worker", "--redis", self.url, "--model", f"tests.chaos.chaos_model:{load}", *grouping,
             "--model-arg", f"ledger={self._runs}", "--model-arg", f"run_ms={self.run_ms}", "--app-dir", str(Path(__file__).parents[2]),
             "--lease", str(self.lease), "--max-delay", "0.002", "--log-format", "text", "--drain-timeout", "5",
         ]  # fmt: skip
@@ -139,7 +146,12 @@ class Stack:
         self.ledger.asked += 1
         while True:
             try:
-                answer = await self.client.predict(number, timeout=max(0.1, deadline - time.monotonic()))
+                extras = (
+                    {"batch_key": group_of(number), "cost": cost_of(number)} if self.groups == "callers" else {}
+                )
+                answer = await self.client.predict(
+                    number, timeout=max(0.1, deadline - time.monotonic()), **extras
+                )
             except QueueFullError:
                 await asyncio.sleep(0.05)
                 continue
@@ -395,9 +407,14 @@ class Stack:
                 "heads:solo",
                 "due",
                 "leases",
+                "groups",
+                "groups:high",
+                "groups:low",
+                "full",
+                "costs",
             ]
             left = [name for name in lists if self.raw.exists(queue + name)] + [
-                k for k in self.keys() if ":batch:" in k
+                k for k in self.keys() if ":batch:" in k or "@" in k
             ]
             if not left:
                 break

@@ -76,6 +76,16 @@ async def two_requests_are_poison(*, seed: int, seconds: float) -> Ledger:
     return await _run(Stack(seed), seconds, poison=2)
 
 
+async def groups_lose_their_workers(*, seed: int, seconds: float) -> Ledger:
+    faults = ("kill_child", "kill_worker_and_child", "stop_worker", "restart_worker", "cut_connections")
+    return await _run(Stack(seed, groups="callers"), seconds, *faults, poison=1)
+
+
+async def groups_lose_their_redis(*, seed: int, seconds: float) -> Ledger:
+    faults = ("restart_redis", "restart_redis_with_cut_aof", "cut_connections", "drop_replies", "fill_memory", "kill_child")
+    return await _run(Stack(seed, *AOF, groups="model"), seconds, *faults)
+
+
 async def all_of_it_happens_together(*, seed: int, seconds: float) -> Ledger:
     faults = (
         "kill_child",
@@ -103,6 +113,8 @@ SCENARIOS: dict[str, Scenario] = {
         redis_refuses,
         bytes_are_broken,
         two_requests_are_poison,
+        groups_lose_their_workers,
+        groups_lose_their_redis,
         all_of_it_happens_together,
     )
 }
