@@ -31,7 +31,8 @@ from batchq.errors import (
     WorkerLostError,
 )
 from batchq.local import AsyncLocalClient, AsyncLocalJob, LocalClient, LocalJob
-from batchq.stats import QueueStats, WorkerStats
+from batchq.protocols import BatchContext
+from batchq.stats import ChildStats, QueueStats, WorkerStats
 from batchq.sync import Client, Job
 
 __version__ = "0.1.0"
@@ -43,8 +44,10 @@ __all__ = [
     "AsyncLocalJob",
     "BackendAuthError",
     "BackendUnavailableError",
+    "BatchContext",
     "Batched",
     "BatchqError",
+    "ChildStats",
     "Client",
     "ClientClosedError",
     "ConfigError",

@@ -11,7 +11,7 @@ import queue
 from collections import deque
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from batchq import codec
 from batchq.errors import BatchqError, EncodeError, from_wire
@@ -76,12 +76,21 @@ class LoopBox:
 Box = ThreadBox | LoopBox
 
 
+class Options(NamedTuple):
+    """What a call gives beside its values. ``meta`` is packed, b'' for none."""
+
+    lane: str
+    batch_key: str | int | None = None
+    cost: float | None = None
+    meta: bytes = b""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One request, and a job as well, which has a ``job_id``.
 
     ``outcome``: the packed answer or an error; the first one stays. ``boxes``: those who wait for it. ``id``: 32 hex digits, for errors
-    and the log.
+    and the log. ``group``, ``cost``: as the caller gave them, None where the model may know better. ``meta``: packed.
     """
 
     id: str
@@ -91,9 +100,12 @@ class Request:
     enqueued: float
     deadline: float
     boxes: list[Box]
+    group: str | int | None = None
+    cost: float | None = None
+    meta: bytes = b""
     job_id: str = ""
     ttl: float = 0.0
-    pending: bool = False
+    pending: Any = None
     outcome: bytes | BatchqError | None = None
 
     def check(self) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Final
 
 from batchq import codec
-from batchq.boxes import Box, Request
+from batchq.boxes import Box, Options, Request
 from batchq.config import (
     DAY,
     DEFAULT_CAPACITY,
@@ -31,6 +31,7 @@ from batchq.config import (
     DEFAULT_MAX_PAYLOAD,
     DEFAULT_TIMEOUT,
     KIB,
+    LANES,
     MIB,
     BatchPolicy,
     check_extras,
@@ -38,6 +39,7 @@ from batchq.config import (
     check_lane,
     check_timeout,
 )
+from batchq.device import open_device
 from batchq.engine import Engine
 from batchq.errors import (
     BatchqError,
@@ -47,12 +49,13 @@ from batchq.errors import (
     QueueFullError,
     RequestError,
 )
-from batchq.model import bind_load, call_load
+from batchq.model import Model, bind_load, call_load
 from batchq.requests import JOB_DEADLINE, check_job_id, check_result_ttl
 
 _FULL_PAUSE: Final = 0.01
 """Seconds after which a map looks for room again in a queue that others fill."""
 _PULLS_A_TURN: Final = 64
+_PLAIN: Final = {lane: Options(lane) for lane in LANES.values()}
 _NOTHING: Final = object()
 _END: Final = object()
 
@@ -66,6 +69,8 @@ class Calls:
         *,
         max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
         max_delay: float = DEFAULT_MAX_DELAY,
+        max_batch_cost: int | None = None,
+        padded: bool = False,
         capacity: int = DEFAULT_CAPACITY,
         timeout: float = DEFAULT_TIMEOUT,
         device: str | None = None,
@@ -79,18 +84,26 @@ class Calls:
             max_delay=max_delay,
             capacity=capacity,
             capacity_bytes=capacity_bytes,
+            max_batch_cost=max_batch_cost,
+            padded=padded,
         )
         check_int("max_payload", max_payload, KIB, 512 * MIB, DEFAULT_MAX_PAYLOAD, " bytes")
         self._timeout = check_timeout(timeout, DEFAULT_TIMEOUT)
         # misspelt arguments are told here, not at the first call
         bind_load(load, device=device, args=model_args)
         label = str(getattr(load, "__qualname__", None) or type(load).__qualname__)
-        open_model = partial(call_load, load, device=device, args=dict(model_args or {}))
+        open_model = partial(_open_model, load, device, dict(model_args or {}))
         self._engine = Engine(open_model, label, policy, max_payload, clock)
         weakref.finalize(self, self._engine.release).atexit = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine.label}, {self._engine.policy})"
+
+    def _options(self, *extras: Any) -> Options:
+        options = pack_options(*extras)
+        if options.cost is not None:
+            self._engine.check_cost(options.cost)
+        return options
 
     async def _predict_many(
         self,
@@ -104,17 +117,18 @@ class Calls:
         engine.check_open()
         seconds = check_timeout(timeout, self._timeout)
         deadline = engine.clock() + seconds
-        lane = check_options(*extras)
+        options = self._options(*extras)
         payloads = [engine.pack(value) for value in values]
         if not payloads:
             return []
-        if len(payloads) > engine.capacity(lane):
-            of_lane = " (the low lane may fill half of the capacity)" if lane == "l" else ""
+        capacity = engine.capacity(options.lane)
+        if len(payloads) > capacity:
+            of_lane = " (the low lane may fill half of the capacity)" if options.lane == "l" else ""
             raise ConfigError(
-                f"predict_many of {len(payloads):,} values: the queue holds {engine.capacity(lane):,}{of_lane}; "
+                f"predict_many of {len(payloads):,} values: the queue holds {capacity:,}{of_lane}; "
                 "use map(), which sends them as room comes"
             )
-        requests = engine.admit(payloads, lane, deadline, box)
+        requests = engine.admit(payloads, options, deadline, box)
         left = len(requests)
         try:
             while left:
@@ -141,9 +155,9 @@ class Calls:
     ) -> AsyncGenerator[Any, None]:
         self._engine.check_open()
         check_int("concurrency", concurrency, 1, 100_000, 256, " requests")
-        seconds, lane = check_timeout(timeout, DAY), check_options(*extras)
+        seconds, options = check_timeout(timeout, DAY), self._options(*extras)
         source = values.__aiter__() if isinstance(values, AsyncIterable) else iter(values)
-        return self._answers(box, source, concurrency, ordered, seconds, return_exceptions, lane)
+        return self._answers(box, source, concurrency, ordered, seconds, return_exceptions, options)
 
     async def _answers(
         self,
@@ -153,7 +167,7 @@ class Calls:
         ordered: bool,
         seconds: float,
         return_exceptions: bool,
-        lane: str,
+        options: Options,
     ) -> AsyncGenerator[Any, None]:
         engine = self._engine
         order: deque[Request] = deque()  # as they were pulled; what has an outcome leaves at its head
@@ -186,13 +200,13 @@ class Calls:
                         outstanding += 1
                         waiting = engine.pack(pulled)
                     if waiting is not None:
-                        order += engine.admit([waiting], lane, now + seconds, box, again=True)
+                        order += engine.admit([waiting], options, now + seconds, box, again=True)
                         waiting = None
                 except QueueFullError:
                     pass
                 except RequestError as error:
                     waiting = None
-                    order.append(Request("", b"", 0, lane, now, now, [], outcome=error))
+                    order.append(Request("", b"", 0, options.lane, now, now, [], outcome=error))
                     box.put(order[-1])
                 # all have the same timeout, so no deadline comes before the first one's
                 if done is None and order and order[0].deadline <= now:
@@ -217,9 +231,9 @@ class Calls:
         engine.check_open()
         job_id = uuid.uuid4().hex if id is None else check_job_id(id)
         ttl = check_result_ttl(result_ttl) / 1000
-        lane = check_options(*extras)
+        options = self._options(*extras)
         end = engine.clock() + check_timeout(deadline, JOB_DEADLINE, "deadline")
-        engine.submit(engine.pack(value), lane, end, job_id, ttl)
+        engine.submit(engine.pack(value), options, end, job_id, ttl)
         return job_id
 
     def _job_id(self, id: str) -> str:
@@ -279,12 +293,25 @@ class Calls:
         return engine.clock() - started
 
 
+def pack_options(priority: object, batch_key: Any, cost: Any, meta: object) -> Options:
+    """Check what a call gives beside its values, and return it."""
+    lane = check_lane(priority)
+    if batch_key is None and cost is None and meta is None:
+        return _PLAIN[lane]
+    check_extras(batch_key, cost, meta)
+    if batch_key is not None:
+        codec.pack(batch_key)  # what could not be carried over Redis is refused here already
+    return Options(lane, batch_key, cost, codec.pack(meta) if meta is not None else b"")
+
+
 def check_options(priority: object, batch_key: object, cost: object, meta: object) -> str:
     """Check what a call gives beside its value; return the lane."""
-    check_extras(batch_key, cost, meta)
-    if meta is not None:
-        codec.pack(meta)
-    return check_lane(priority)
+    return pack_options(priority, batch_key, cost, meta).lane
+
+
+def _open_model(load: Callable[..., Any], device: str | None, args: dict[str, Any]) -> Model:
+    loaded = call_load(load, device=device, args=args)
+    return Model(loaded, device=open_device(device) if device is not None else None)
 
 
 async def _next(source: AsyncIterator[Any]) -> Any:

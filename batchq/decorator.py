@@ -35,13 +35,34 @@ class Batched(Generic[V, A]):
         self._client = LocalClient(load, **settings)
         functools.update_wrapper(self, function)
 
-    def __call__(self, value: V, *, timeout: float | None = None, priority: Priority = "normal") -> A:
+    def __call__(
+        self,
+        value: V,
+        *,
+        timeout: float | None = None,
+        priority: Priority = "normal",
+        batch_key: str | int | None = None,
+        cost: float | None = None,
+    ) -> A:
         """Return the answer to one value; blocks the calling thread. See ``LocalClient.predict``."""
-        return cast("A", self._client.predict(value, timeout=timeout, priority=priority))
+        return cast(
+            "A",
+            self._client.predict(
+                value, timeout=timeout, priority=priority, batch_key=batch_key, cost=cost
+            ),
+        )
 
-    async def aio(self, value: V, *, timeout: float | None = None, priority: Priority = "normal") -> A:
+    async def aio(
+        self,
+        value: V,
+        *,
+        timeout: float | None = None,
+        priority: Priority = "normal",
+        batch_key: str | int | None = None,
+        cost: float | None = None,
+    ) -> A:
         """Return the answer to one value; for asyncio."""
-        extras = (priority, None, None, None)
+        extras = (priority, batch_key, cost, None)
         return cast("A", (await self._client._predict_many(LoopBox(), [value], timeout, False, *extras))[0])
 
     def map(
@@ -50,6 +71,8 @@ class Batched(Generic[V, A]):
         *,
         concurrency: int = 256,
         priority: Priority = "low",
+        batch_key: str | int | None = None,
+        cost: float | None = None,
         ordered: bool = True,
         timeout: float | None = None,
         return_exceptions: bool = False,
@@ -59,6 +82,8 @@ class Batched(Generic[V, A]):
             values,
             concurrency=concurrency,
             priority=priority,
+            batch_key=batch_key,
+            cost=cost,
             ordered=ordered,
             timeout=timeout,
             return_exceptions=return_exceptions,
@@ -77,6 +102,8 @@ def batched(
     *wrong: object,
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
     max_delay: float = DEFAULT_MAX_DELAY,
+    max_batch_cost: int | None = None,
+    padded: bool = False,
     capacity: int = DEFAULT_CAPACITY,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Callable[[Callable[[list[V]], Sequence[A]]], Batched[V, A]]:
@@ -94,7 +121,13 @@ def batched(
     if wrong:
         raise ConfigError("@batched takes its settings in parentheses, also where there are none: @batched()")
     return functools.partial(
-        Batched, max_batch_size=max_batch_size, max_delay=max_delay, capacity=capacity, timeout=timeout
+        Batched,
+        max_batch_size=max_batch_size,
+        max_delay=max_delay,
+        max_batch_cost=max_batch_cost,
+        padded=padded,
+        capacity=capacity,
+        timeout=timeout,
     )
 
 

@@ -14,31 +14,31 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Final
 
 from batchq import codec
-from batchq.boxes import Box, Request, deliver, fresh
+from batchq.boxes import Box, Options, Request, deliver, fresh
 from batchq.config import LANES, BatchPolicy
 from batchq.errors import (
     BatchqError,
     ClientClosedError,
     DeadlineExceededError,
-    EncodeError,
     JobCancelledError,
     ModelError,
     PayloadTooLargeError,
     QueueFullError,
+    RequestError,
 )
 from batchq.model import Model
 from batchq.policy import Cap, Pending, RunTime
 from batchq.requests import Ids, new_name
+from batchq.runner import Runner
 from batchq.stats import QueueStats, WorkerStats
 
 QUEUE: Final = "local"
 """The queue's name in the stats of a client without Redis."""
 
 _MEAN_WEIGHT: Final = 0.2
-_IDS_IN_LOG: Final = 8
 _LOOK: Final = 60.0
 """Seconds after which an idle thread looks whether its client was dropped: ``release`` may fail to wake it."""
 _PONG: Final = codec.pack(None)
@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(
         self,
-        open_model: Callable[[], Callable[[list[Any]], Any]],
+        open_model: Callable[[], Model],
         label: str,
         policy: BatchPolicy,
         max_payload: int,
@@ -75,6 +75,7 @@ class Engine:
         self._wake = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._state = "not started"  # loading, idle, running; or failed
+        self._classifies = True  # whether the model tells of requests what callers have not: maybe, until it is loaded
         self._since = 0.0
         if not isinstance(self._refusal, ClientClosedError):
             self._refusal = None
@@ -114,20 +115,26 @@ class Engine:
         """Return how many requests of a lane may be pending."""
         return self._pending.capacity(lane)
 
+    def check_cost(self, cost: float | None) -> None:
+        """Raise RequestError for a cost that no batch can hold."""
+        most = self.policy.max_batch_cost
+        if cost is not None and most is not None and cost > most:
+            raise RequestError(f"cost={cost:g}: no batch can hold it, max_batch_cost is {most:,}")
+
     def admit(
-        self, payloads: list[bytes], lane: str, deadline: float, box: Box, *, again: bool = False
+        self, payloads: list[bytes], options: Options, deadline: float, box: Box, *, again: bool = False
     ) -> list[Request]:
         """Add requests, all or none; the box gets each once it has an outcome. Raises QueueFullError, not counted if asked ``again``."""
         with self._lock:
             self._enter()
-            return self._admit(payloads, lane, deadline, [box], again)
+            return self._admit(payloads, options, deadline, [box], again)
 
-    def submit(self, payload: bytes, lane: str, deadline: float, job_id: str, ttl: float) -> None:
+    def submit(self, payload: bytes, options: Options, deadline: float, job_id: str, ttl: float) -> None:
         """Add a job, unless there is one of this id; its result is kept for ``ttl`` seconds."""
         with self._lock:
             self._enter()
             if job_id not in self._jobs:
-                (job,) = self._admit([payload], lane, deadline, [], False)
+                (job,) = self._admit([payload], options, deadline, [], False)
                 job.job_id, job.ttl = job_id, ttl
                 self._jobs[job_id] = job
 
@@ -141,7 +148,7 @@ class Engine:
         """Return a request that has an outcome once the model is loaded and no batch runs."""
         with self._lock:
             self._enter()
-            ping = self._request(b"", "", 0.0, [box])
+            ping = Request(self._ids.next().hex(), b"", 0, "", self.clock(), 0.0, [box])
             self._pings = [*(other for other in self._pings if other.outcome is None), ping]
             self._start()
             self._wake.notify()
@@ -251,8 +258,9 @@ class Engine:
             del self._jobs[heapq.heappop(self._expiries)[1]]
 
     def _admit(
-        self, payloads: list[bytes], lane: str, deadline: float, boxes: list[Box], again: bool
+        self, payloads: list[bytes], options: Options, deadline: float, boxes: list[Box], again: bool
     ) -> list[Request]:
+        lane, batch_key, cost, meta = options
         count, size, waiting = len(payloads), sum(map(len, payloads)), len(self._pending)
         if size > self.policy.capacity_bytes:
             raise PayloadTooLargeError(
@@ -266,17 +274,25 @@ class Engine:
                 f"capacity is {self.capacity(lane)} requests and {self.policy.capacity_bytes:,} bytes",
                 retry_after=waiting / self._rate() if self._rate() else 60.0,
             )
-        requests = [self._request(payload, lane, deadline, [*boxes]) for payload in payloads]
-        self._pending.add(requests)
+        now = self.clock()
+        requests = []
+        for payload in payloads:  # a comprehension would be slower: it would have to reach for all of these
+            id_, mine = self._ids.next().hex(), [*boxes]
+            requests.append(
+                Request(id_, payload, len(payload), lane, now, deadline, mine, batch_key, cost, meta)
+            )
+        if self._classifies:
+            self._pending.add_unsorted(requests)
+            many = len(self._pending) >= self.policy.max_batch_size
+            full = many or self.policy.max_batch_cost is not None  # maybe: the thread has to look
+        else:
+            full = self._pending.add(requests)
         self._totals["accepted"] += count
         self._start()
-        # the thread sleeps without end where nothing waits, and else until a batch is due, full or not
-        if waiting == 0 or len(self._pending) >= self.policy.max_batch_size:
+        # the thread sleeps without end where nothing waits, and else until a batch is due that is not full
+        if waiting == 0 or full:
             self._wake.notify()
         return requests
-
-    def _request(self, payload: bytes, lane: str, deadline: float, boxes: list[Box]) -> Request:
-        return Request(self._ids.next().hex(), payload, len(payload), lane, self.clock(), deadline, boxes)
 
     def _start(self) -> None:
         if self._thread is None:
@@ -324,72 +340,94 @@ class Engine:
     # -- the model's thread ----------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        runner = None
         try:
-            model = Model(self._open_model(), on_error=self._log_error, on_out_of_memory=self._lower_cap)
+            model = self._open_model()
+            runner = Runner(model, self.pack, self.clock, self._lower_cap)
+            model.warm_up()
         except BaseException as error:
             log.error("the model could not be loaded", exc_info=error)
             if not isinstance(error, BatchqError):
                 error = ModelError(repr(error), error_type=type(error).__name__)
-            with self._lock:
-                self._state = "failed"
-                self._refuse(self._refusal or error)
-            return
+            self._give_up(error)
+        else:
+            self._begin(runner)
+            while self._turn(runner):
+                pass  # no batch in a variable here: its answers would stay in memory while the thread waits
+        if runner is not None:
+            runner.close()
+
+    def _begin(self, runner: Runner) -> None:
         with self._lock:
             self._state = "idle"
-        while self._turn(model):
-            pass  # no batch in a variable here: its answers would stay in memory while the thread waits
+            self._classifies = runner.classifies
+            if not runner.classifies:
+                for request in self._pending.unsorted(self.policy.capacity):
+                    self._pending.sort(request)
 
-    def _turn(self, model: Model) -> bool:
+    def _give_up(self, error: BatchqError) -> None:
+        with self._lock:
+            self._state = "failed"
+            self._refuse(self._refusal or error)
+
+    def _turn(self, runner: Runner) -> bool:
         """Wait for a batch and run it; False where it is time to end."""
-        batch = self._next()
+        batch = self._next(runner)
         if not batch:
             return False
-        values: list[Any] = []
-        requests: list[Request] = []
-        outcomes: list[tuple[Request, bytes | BatchqError]] = []
-        for request in batch:
-            try:
-                values.append(codec.unpack(request.payload))
-            except codec.DecodeError as error:
-                # or it was given up since it was taken, and has no payload: then it has an outcome, which stays
-                outcomes.append((request, EncodeError(f"the value cannot be carried: {error}")))
-            else:
-                requests.append(request)
-                request.payload = b""  # a large value need not be there twice while the model runs
-        self._running = requests
-        started = self.clock()
-        try:
-            answers = model.run(values)
-        except BaseException as error:
-            log.error("the model ended with %s", type(error).__name__, exc_info=error)
-            kind = type(error).__name__
-            answers = [ModelError(f"the model ended with {error!r}", error_type=kind) for _ in requests]
-        seconds = self.clock() - started
-        outcomes += zip(requests, map(self._packed, answers), strict=True)
+        outcomes, count, seconds = runner.run(batch)
         with self._lock:
             self._state, self._running = "idle", []
-            if requests:
+            if count:
                 self._run_time.ran(seconds)
-                self._batch_size = _moved(self._batch_size, len(requests))
+                self._batch_size = _moved(self._batch_size, count)
                 self._totals["batches"] += 1
             for request in self._settle(outcomes):
                 self._totals["failed" if isinstance(request.outcome, BatchqError) else "completed"] += 1
-        return True
+        if runner.lost is not None:
+            self._give_up(runner.lost)
+        return runner.lost is None
 
-    def _next(self) -> list[Request]:
+    def _next(self, runner: Runner) -> list[Request]:
         """Wait until a batch is due and return it; an empty one where it is time to end."""
-        with self._lock:
-            while self._refusal is None:
+        looked = False
+        while True:
+            with self._lock:
+                if self._refusal is not None:
+                    return []
                 self._sweep()
                 self._settle((ping, _PONG) for ping in self._pings)
                 self._pings = []
                 now = self.clock()
                 left = self._pending.due_in(now)
-                if left != 0:
-                    self._wake.wait(_LOOK if left is None else left)
-                elif batch := self._take(now):
-                    return batch
-            return []
+                # a few before each batch, so that what is new is not kept waiting by what is due; all before a wait
+                new = []
+                if self._classifies and (left != 0 or not looked):
+                    new = self._pending.unsorted(self.policy.max_batch_size)
+                    looked = True
+                if not new:
+                    if left != 0:
+                        self._wake.wait(_LOOK if left is None else left)
+                    elif batch := self._take(now):
+                        return batch
+                    continue
+            self._sort(runner, new)
+
+    def _sort(self, runner: Runner, requests: list[Request]) -> None:
+        """Put requests into their groups; the lock is free while the model says which these are."""
+        found: list[tuple[Request, str | int | None, float | None]] = []
+        for request in requests:
+            try:
+                batch_key, cost = runner.classify(request)
+                self.check_cost(cost)
+                found.append((request, batch_key, cost))
+            except BatchqError as error:
+                with self._lock:
+                    self._totals["failed"] += self._fail([request], error)
+        with self._lock:
+            for request, batch_key, cost in found:
+                request.group, request.cost = batch_key, cost
+                self._pending.sort(request)
 
     def _take(self, now: float) -> list[Request]:
         run_time = self._run_time.seconds
@@ -406,21 +444,6 @@ class Engine:
             for request in expired
         )
         return batch
-
-    def _packed(self, answer: Any) -> bytes | BatchqError:
-        if isinstance(answer, BatchqError):
-            return answer
-        try:
-            return self.pack(answer, "answer")
-        except EncodeError as error:
-            return EncodeError(f"the model's answer cannot be carried: {error.message}")
-        except PayloadTooLargeError as error:
-            return error
-
-    def _log_error(self, error: Exception, indices: list[int]) -> None:
-        ids = [self._running[index].id for index in indices[:_IDS_IN_LOG]]
-        more = f" and {len(indices) - len(ids)} more" if len(indices) > len(ids) else ""
-        log.error("the model failed for request %s%s", ", ".join(ids), more, exc_info=error)
 
     def _lower_cap(self, size: int) -> None:
         log.warning("a batch of %d did not fit into the device's memory; smaller ones for a while", size)

@@ -32,11 +32,14 @@ class LocalClient(Calls):
 
     Thread-safe.
 
-    ``load``: the function that returns the model, ``predict(inputs: list) -> answers``. It is called once a process, on first use, in the
-    thread that runs the model; so a client may be built at import time and before a fork. A request's timeout runs while the model is
-    loaded: call ``ping()`` first, which waits for it. What ``load`` raises, each call raises.
+    ``load``: the function that returns the model, such as ``predict(inputs: list) -> answers``; ``batchq.protocols`` lists what else it may
+    be. It is called once a process, on first use, in the thread that runs the model; so a client may be built at import time and before a
+    fork. A request's timeout runs while the model is loaded and warmed up: call ``ping()`` first, which waits for it. What ``load`` raises,
+    each call raises. The model's ``cost`` and ``batch_key`` are asked in that thread, too, for requests whose callers gave none.
 
     ``max_batch_size``: requests a batch, 1 to 4,096. ``max_delay``: seconds that the oldest request waits for others, 0 to 60.
+    ``max_batch_cost``: the sum of the costs in a batch, 1 to 1,000,000,000, None for no such limit; with ``padded``, of the largest cost x
+    the number of requests instead, as for a batch that is padded to its longest item.
     ``capacity``: requests that may wait, 1 to 1,000,000 (QueueFullError beyond). ``timeout``: seconds for a call that gives none, more than
     0 and at most 86,400. ``device``: passed to ``load`` if it takes one. ``model_args``: more arguments for ``load``. ``max_payload``:
     bytes of a packed value or answer, 1 KiB to 512 MiB; ``capacity_bytes``: of all that may wait. ``clock``: seconds, for tests. Raises
@@ -55,8 +58,11 @@ class LocalClient(Calls):
     ) -> Any:
         """Return the model's answer to one value.
 
-        ``timeout``: seconds from the call to the answer; None means the client's. Raises QueueFullError, DeadlineExceededError,
-        ModelError, EncodeError, PayloadTooLargeError, ClientClosedError, ConfigError.
+        ``timeout``: seconds from the call to the answer; None means the client's. ``batch_key``: only requests of equal keys share a
+        batch; None means what the model's own ``batch_key`` says, else the group of those that have none. ``cost``: what this request counts
+        towards ``max_batch_cost``, 0 or more; None means what the model's ``cost`` says, else 1. ``meta``: for the model's ``BatchContext``.
+        Raises QueueFullError, DeadlineExceededError, ModelError, EncodeError, PayloadTooLargeError, RequestError (a cost over
+        ``max_batch_cost``), ClientClosedError, ConfigError.
         """
         extras = (priority, batch_key, cost, meta)
         return run(self._predict_many(ThreadBox(), [value], timeout, False, *extras))[0]
@@ -75,7 +81,7 @@ class LocalClient(Calls):
         """Return the answers to values, in their order: admitted all or none, one deadline for all.
 
         The first error is raised and withdraws the rest; with ``return_exceptions`` it stands in its value's place. More values than the
-        capacity are a ConfigError: use ``map``.
+        capacity are a ConfigError: use ``map``. ``cost``: of each value.
         """
         extras = (priority, batch_key, cost, meta)
         return run(self._predict_many(ThreadBox(), values, timeout, return_exceptions, *extras))

@@ -2,14 +2,23 @@
 
 The rules are those of the Redis scripts, so that a LocalClient batches as a queue on Redis does:
 
-- A batch is **due** when ``max_batch_size`` requests are pending, or the oldest of them has waited
-  ``max_delay``.
+- **Groups**: only requests of one group share a batch. A group is **due** when it is full, or its oldest request
+  has waited ``max_delay``. It is full when ``max_batch_size`` requests are pending in it, or their cost reaches
+  ``max_batch_cost``.
+- A group that is not due never blocks one that is. Of the due ones a group in which a high request is pending goes
+  first, then one with normal requests, then one with low ones only; among equals the one with the oldest request.
+  But every fourth batch is that of the due group with the oldest request of all, if that has waited for more than a
+  second, so that no group starves.
 - What can no longer be answered in time, **deadline < now + 1.25 x the recent run time of a batch**, is
   dropped on the way and its place goes to the next. Without this a queue that is over its capacity serves
   only what is about to expire.
-- **Lanes**: high before normal before low, first in first out in each. But the oldest request of a lane that
-  has waited more than a second is granted a place, so that no lane starves.
-- **Capacity**: so many requests, and bytes, may be pending; the low lane fills at most half of the requests.
+- **Lanes**, inside a group: high before normal before low, first in first out in each. But the oldest request of a
+  lane that has waited more than a second is granted a place, so that no lane starves.
+- **Cost**: a batch ends before the first request, in that order, with which it would cost more than
+  ``max_batch_cost``; nothing is skipped over. Granted places count first, and a batch's first request goes whatever it
+  costs. A batch costs the sum of its requests' costs, or, ``padded``, the largest of them x its size.
+- **Capacity**: so many requests, and bytes, may be pending, over all groups; the low lane fills at most half of the
+  requests.
 
 All times are float seconds of one clock; which one does not matter.
 """
@@ -17,35 +26,41 @@ All times are float seconds of one clock; which one does not matter.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Final, Generic, Protocol, TypeVar
+from collections.abc import Hashable, Iterable
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import Any, Final, Generic, Protocol, TypeVar
 
-from batchq.config import BatchPolicy
+from batchq.config import DEFAULT_COST, BatchPolicy
 
 LANE_ORDER: Final = ("h", "n", "l")
 AGED: Final = 1.0
-"""Seconds after which the oldest request of a lane is granted a place."""
+"""Seconds after which the oldest request of a lane is granted a place, and every fourth batch goes to the oldest."""
 DEADLINE_MARGIN: Final = 1.25
 """How many recent run times must be left for a request that goes into a batch."""
 CAP_SECONDS: Final = 60.0
-"""Seconds for which batches stay smaller after the device ran out of memory."""
+"""Seconds after which the batch size may double again that the device's memory had made smaller."""
 
 _RUN_TIME_WEIGHT: Final = 0.2
+_TURNS: Final = 4
 _TOMBSTONES: Final = 64
 
 
 class Waiting(Protocol):
     """What the policy has to know about a request.
 
-    ``enqueued``, ``deadline``: seconds. ``size``: bytes. ``lane``: 'h', 'n' or 'l'. ``pending`` is written by
-    ``Pending`` alone.
+    ``enqueued``, ``deadline``: seconds. ``size``: bytes. ``lane``: 'h', 'n' or 'l'. ``group``: hashable, equal for
+    those that may share a batch. ``cost``: at least 0, None counts 1. ``pending`` is written by ``Pending`` alone: true while the
+    request waits.
     """
 
     enqueued: float
     deadline: float
     size: int
     lane: str
-    pending: bool
+    group: Any
+    cost: float | None
+    pending: Any
 
 
 R = TypeVar("R", bound=Waiting)
@@ -73,38 +88,147 @@ class RunTime:
 
 
 class Cap:
-    """A lower limit of the batch size for a while, after a batch did not fit into the device's memory."""
+    """A lower limit of the batch size, after a batch did not fit into the device's memory, which grows back."""
 
-    __slots__ = ("_limit", "_until")
+    __slots__ = ("_failed", "_limit", "_since")
 
     def __init__(self) -> None:
-        self._limit: int | None = None
-        self._until = 0.0
+        self._limit = self._failed = 0
+        self._since = 0.0
 
     def out_of_memory(self, size: int, now: float) -> None:
-        """Note that a batch of ``size`` did not fit: no more than half of it for the next 60 s."""
-        half = max(1, size // 2)
-        self._limit = half if self._limit is None or now >= self._until else min(half, self._limit)
-        self._until = now + CAP_SECONDS
+        """Note that a batch of ``size`` did not fit: no more than half of it for now.
+
+        The limit doubles with each 60 s in which nothing else fails, and is gone once it is over the largest size that
+        did not fit.
+        """
+        half, limit = max(1, size // 2), self.limit(now)
+        self._failed = size if limit is None else max(size, self._failed)
+        self._limit = half if limit is None else min(half, limit)
+        self._since = now
 
     def limit(self, now: float) -> int | None:
         """Return how many requests a batch may hold now; None for no limit of its own."""
-        return self._limit if now < self._until else None
+        if not self._failed:
+            return None
+        doubled = max(0, int((now - self._since) / CAP_SECONDS))
+        # by then it is over _failed, even from 1
+        limit = self._limit << min(doubled, self._failed.bit_length())
+        return limit if limit <= self._failed else None
+
+
+class _Bill:
+    """What a batch costs so far."""
+
+    __slots__ = ("_budget", "_count", "_longest", "_padded", "_spent")
+
+    def __init__(self, budget: float, padded: bool) -> None:
+        self._budget = budget
+        self._padded = padded
+        self._count = 0
+        self._spent = self._longest = 0.0
+
+    def holds(self, request: Waiting) -> bool:
+        """Tell whether the batch may hold this one as well, and count it if so."""
+        cost = _cost(request)
+        longest = max(self._longest, cost)
+        spent = longest * (self._count + 1) if self._padded else self._spent + cost
+        if self._count and spent > self._budget:
+            return False
+        self._count, self._longest, self._spent = self._count + 1, longest, spent
+        return True
+
+
+class _Group(Generic[R]):
+    """The pending requests of one group.
+
+    A request stands in it if its ``pending`` is this group. One that has left stays in its lane as a tombstone until it
+    is met or swept out.
+    """
+
+    __slots__ = ("cost", "count", "entry", "full", "key", "lane", "lanes", "longest", "tombstones")
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self.lanes: dict[str, deque[R]] = {}
+        self.count = 0
+        self.tombstones = 0
+        self.cost = 0.0
+        self.longest = 0.0  # of all that were here; not less than that of those which are
+        # how it was filed: by its oldest request, the highest lane that is not empty, and whether it is full
+        self.entry: _Entry[R] | None = None
+        self.lane = ""
+        self.full = False
+
+    def append(self, request: R) -> None:
+        request.pending = self
+        waiting = self.lanes.get(request.lane)
+        if waiting is None:
+            lanes = {**self.lanes, request.lane: (waiting := deque())}
+            self.lanes = {lane: lanes[lane] for lane in LANE_ORDER if lane in lanes}
+        waiting.append(request)
+        self.count += 1
+
+    def heads(self, late: list[R], cutoff: float = float("-inf")) -> list[R]:
+        """Return the first request of each lane, the high one first; move what is too late in front of it to ``late``."""
+        heads = []
+        for waiting in self.lanes.values():
+            while waiting:
+                first = waiting[0]
+                if first.pending is not self:
+                    self.tombstones -= 1
+                elif first.deadline < cutoff:
+                    late.append(first)
+                else:
+                    heads.append(first)
+                    break
+                waiting.popleft()
+        return heads
+
+    def bury(self) -> None:
+        """Note that a request has left, which stays where it stood."""
+        self.tombstones += 1
+        if not self.count:
+            self.lanes.clear()
+            self.tombstones = 0
+        elif self.tombstones > self.count + _TOMBSTONES:
+            # a sweep for every `count` that leave: O(1) each, and callers who give up cannot fill the memory
+            for lane, waiting in self.lanes.items():
+                self.lanes[lane] = deque(request for request in waiting if request.pending is self)
+            self.tombstones = 0
+
+    def requests(self, lane: str) -> Iterable[R]:
+        return (request for request in self.lanes.get(lane, ()) if request.pending is self)
+
+
+_Entry = tuple[float, int, _Group[R]]
+"""A group in a heap: when its oldest request was enqueued, and a number, so that groups are not compared. A group that
+is filed anew has another entry, and this one is met or swept out."""
 
 
 class Pending(Generic[R]):
-    """The requests that wait for a batch. Not thread-safe. Each call costs O(batch), amortized."""
+    """The requests that wait for a batch. Not thread-safe.
 
-    __slots__ = ("_counts", "_lanes", "bytes", "count", "policy")
+    Each call costs O(batch x log(groups)), amortized; nothing is left of a group that is empty.
+    """
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self.count = 0
         self.bytes = 0
         self._counts = dict.fromkeys(LANE_ORDER, 0)
-        # what was discarded stays in its deque as a tombstone (not pending any more) until it is met or swept
-        # out
-        self._lanes: dict[str, deque[R]] = {lane: deque() for lane in LANE_ORDER}
+        # requests without a group make one as well; it stays, and is not among the others, which cost more to look at
+        self._plain: _Group[R] = _Group(None)
+        self._groups: dict[Hashable, _Group[R]] = {}
+        self._unsorted: _Group[R] = _Group(None)
+        # groups are filed by their oldest request: the due ones by their highest lane, too; _changed ones are to be
+        # filed anew before anybody looks
+        self._changed: dict[_Group[R], None] = {}
+        self._waiting: list[_Entry[R]] = []
+        self._due: dict[str, list[_Entry[R]]] = {lane: [] for lane in LANE_ORDER}
+        self._latest = float("-inf")  # no group in _waiting has an oldest request that was enqueued later
+        self._filed = 0
+        self._batches = 0
 
     def __len__(self) -> int:
         return self.count
@@ -126,55 +250,74 @@ class Pending(Generic[R]):
             and self._counts[lane] + count <= self.capacity(lane)
         )
 
-    def add(self, requests: Iterable[R]) -> None:
-        """Append requests to their lanes; the caller has asked ``fits``."""
+    def add(self, requests: Iterable[R]) -> bool:
+        """Append requests to their groups; the caller has asked ``fits``. Tell whether a group is full now, or seems so."""
+        full = False
         for request in requests:
-            request.pending = True
-            self._lanes[request.lane].append(request)
-            self._counts[request.lane] += 1
-            self.count += 1
-            self.bytes += request.size
+            self._count(request)
+            if self._place(request):
+                full = True
+        return full
+
+    def add_unsorted(self, requests: Iterable[R]) -> None:
+        """Append requests whose group and cost are not known yet; they are pending, but in no batch before ``sort``."""
+        for request in requests:
+            self._count(request)
+            self._unsorted.append(request)
+
+    def unsorted(self, limit: int) -> list[R]:
+        """Return the requests of no group, in their order: at most ``limit`` of each lane, the high one first."""
+        heads = self._unsorted.heads([])
+        return [request for head in heads for request in islice(self._unsorted.requests(head.lane), limit)]
+
+    def sort(self, request: R) -> None:
+        """Append a request of no group to the one that it has now; one that is not pending any more is left alone."""
+        if request.pending is self._unsorted:
+            self._unsorted.count -= 1
+            self._place(request)
+            self._unsorted.bury()
 
     def discard(self, request: R) -> None:
         """Remove a request wherever it stands; one that is not pending is left alone."""
-        if not request.pending:
-            return
-        self._remove(request)
-        lane = request.lane
-        waiting = self._lanes[lane]
-        # a sweep for every len(waiting) / 2 discards: O(1) each, and callers who give up cannot fill the
-        # memory
-        if len(waiting) > 2 * self._counts[lane] + _TOMBSTONES:
-            self._lanes[lane] = deque(request for request in waiting if request.pending)
+        group = request.pending
+        if group:
+            self._remove(group, [request])
+            group.bury()
+            self._note(group)
 
     def clear(self) -> list[R]:
         """Remove and return everything."""
-        found = [request for lane in LANE_ORDER for request in self._lanes[lane] if request.pending]
+        groups = [self._unsorted, self._plain, *self._groups.values()]
+        found = [request for lane in LANE_ORDER for group in groups for request in group.requests(lane)]
         for request in found:
-            self._remove(request)
-        for waiting in self._lanes.values():
-            waiting.clear()
+            self.discard(request)
         return found
 
     def oldest(self) -> float | None:
         """Return when the oldest pending request was enqueued; None where nothing is pending."""
-        heads = [self._head(lane) for lane in LANE_ORDER]
-        return min((head.enqueued for head in heads if head is not None), default=None)
+        self._file_changed()
+        times = [head.enqueued for head in self._unsorted.heads([])]
+        for entry in (self._plain.entry, *map(self._top, (self._waiting, *self._due.values()))):
+            if entry is not None:
+                times.append(entry[0])
+        return min(times, default=None)
 
     def due_in(self, now: float) -> float | None:
-        """Return the seconds until a batch is due: 0 for now, at most ``max_delay``; None if empty."""
-        oldest = self.oldest()
-        if oldest is None:
-            return None
+        """Return the seconds until a group is due: 0 for now, at most ``max_delay``; None if there is none."""
         delay = self.policy.max_delay
-        # a stamp far ahead of the clock: the clock stepped back, and waiting for it to catch up could take
-        # hours
-        if self.count >= self.policy.max_batch_size or oldest - now > delay:
+        self._ripen(now)
+        entry = self._plain.entry
+        if entry is not None and self._is_due(entry, now):
             return 0.0
-        return min(max(0.0, oldest + delay - now), delay)
+        if self._groups:
+            if any(map(self._top, self._due.values())):
+                return 0.0
+            first = self._top(self._waiting)
+            entry = first if entry is None or (first is not None and first < entry) else entry
+        return None if entry is None else min(entry[0] + delay - now, delay)
 
     def take(self, now: float, run_time: float = 0.0, limit: int | None = None) -> tuple[list[R], list[R]]:
-        """Remove and return the next batch, due or not, high lane first; and what was dropped on the way.
+        """Remove and return the next batch, and what was dropped on the way; where no group is due, that of one which is not.
 
         ``run_time`` is the recent run time of a batch in seconds; ``limit`` lowers ``max_batch_size``, 1 at
         least.
@@ -182,43 +325,205 @@ class Pending(Generic[R]):
         cutoff = now + DEADLINE_MARGIN * run_time
         expired: list[R] = []
         batch: list[R] = []
+        self._ripen(now)
+        group = self._first(now)
+        if group is None:
+            for other in (self._plain, *self._groups.values()):
+                if other.count:
+                    self._file(other, due=True)
+                    self._changed[other] = None
+            group = self._first(now)
+        while group is not None:
+            late: list[R] = []
+            heads = group.heads(late, cutoff)
+            if not late:
+                batch = self._fill(group, heads, late, cutoff, now, limit)
+                self._remove(group, batch)
+            if late:
+                self._remove(group, late)
+                expired += late
+            if not batch and group.count:
+                # its turn may have been that of a request which is gone; it counts as due until this take is over
+                self._file(group, due=True)
+            self._note(group)
+            group = None if batch else self._first(now)
+        self._batches += bool(batch)
+        return batch, expired
+
+    def _fill(
+        self, group: _Group[R], heads: list[R], late: list[R], cutoff: float, now: float, limit: int | None
+    ) -> list[R]:
+        """Move a batch out of the lanes of a group, which begin with these; and to ``late`` what is too late on the way."""
+        batch: list[R] = []
         free = self.policy.max_batch_size
         if limit is not None:
             free = max(1, min(free, limit))
-        aged = []
-        for lane in LANE_ORDER:
-            head = self._live_head(lane, cutoff, expired)
-            if head is not None and now - head.enqueued > AGED:
-                aged.append((head.enqueued, lane))
-        granted = {lane for _, lane in sorted(aged, key=lambda found: found[0])[:free]}
+        bill = None if self.policy.max_batch_cost is None else _Bill(self.policy.max_batch_cost, self.policy.padded)
+        granted: list[R] = []
+        for head in sorted(heads, key=_enqueued) if len(heads) > 1 else ():
+            if now - head.enqueued > AGED and len(granted) < free and (bill is None or bill.holds(head)):
+                granted.append(head)
         free -= len(granted)
-        for lane in LANE_ORDER:
-            places = free + (lane in granted)
-            waiting = self._lanes[lane]
-            while places and self._live_head(lane, cutoff, expired) is not None:
-                request = waiting.popleft()
-                self._remove(request)
-                batch.append(request)
-                places -= 1
+        for head in heads:
+            places = free + (head in granted)
+            waiting = group.lanes[head.lane]
+            while places and waiting:
+                request = waiting[0]
+                if request.pending is not group:
+                    group.tombstones -= 1
+                elif request.deadline < cutoff:
+                    late.append(request)
+                elif bill is None or request in granted or bill.holds(request):
+                    batch.append(request)
+                    places -= 1
+                else:
+                    places = 0  # nothing is skipped over: now only those follow that were granted a place
+                    break
+                waiting.popleft()
             free = places  # a granted place is always used: its request is still the lane's head
-        return batch, expired
+        return batch
 
-    def _remove(self, request: R) -> None:
-        request.pending = False
-        self._counts[request.lane] -= 1
-        self.count -= 1
-        self.bytes -= request.size
+    def _count(self, request: R) -> None:
+        self.count += 1
+        self.bytes += request.size
+        self._counts[request.lane] += 1
 
-    def _head(self, lane: str) -> R | None:
-        waiting = self._lanes[lane]
-        while waiting:
-            if waiting[0].pending:
-                return waiting[0]
-            waiting.popleft()
+    def _place(self, request: R) -> bool:
+        """Append a request to its group; tell whether that is full, or seems so."""
+        key = request.group
+        group = self._plain if key is None else self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(key)
+        group.append(request)
+        self._changed[group] = None
+        if self.policy.max_batch_cost is None:
+            return group.count >= self.policy.max_batch_size
+        cost = _cost(request)
+        group.cost += cost
+        group.longest = max(group.longest, cost)
+        return self._is_full(group)
+
+    def _remove(self, group: _Group[R], requests: list[R]) -> None:
+        """Count requests no more that have left a group's lanes, or stay there as tombstones."""
+        for request in requests:
+            request.pending = None
+            self.bytes -= request.size
+            self._counts[request.lane] -= 1
+        self.count -= len(requests)
+        group.count -= len(requests)
+        if self.policy.max_batch_cost is not None:
+            group.cost -= sum(map(_cost, requests))
+
+    def _is_full(self, group: _Group[R]) -> bool:
+        policy = self.policy
+        if group.count >= policy.max_batch_size:
+            return True
+        if policy.max_batch_cost is None:
+            return False
+        if not policy.padded:
+            return group.cost >= policy.max_batch_cost
+        return group.count * group.longest >= policy.max_batch_cost
+
+    def _note(self, group: _Group[R]) -> None:
+        """Have a group filed anew that requests have left; forget one that is empty."""
+        if group is self._unsorted:
+            return
+        if group.count:
+            self._changed[group] = None
+            return
+        self._changed.pop(group, None)
+        group.entry = None
+        if group is self._plain:
+            return
+        del self._groups[group.key]
+        group.lanes.clear()
+        if self._groups:
+            self._sweep(self._waiting)
+        else:
+            for heap in (self._waiting, *self._due.values()):
+                heap.clear()
+
+    def _file_changed(self) -> None:
+        for group in self._changed:
+            self._file(group)
+        self._changed.clear()
+
+    def _file(self, group: _Group[R], *, due: bool = False) -> None:
+        """Put a group where it belongs; with ``due`` among the due ones, until it is filed again."""
+        heads = group.heads([])
+        oldest, top = min([head.enqueued for head in heads]), heads[0].lane
+        full = due or self._is_full(group)
+        if full and not due and self.policy.padded and group.count < self.policy.max_batch_size:
+            group.longest = max(_cost(request) for lane in LANE_ORDER for request in group.requests(lane))
+            full = self._is_full(group)
+        entry = group.entry
+        if entry is not None and entry[0] == oldest and group.lane == top and group.full == full:
+            return
+        self._filed += 1
+        entry = (oldest, self._filed, group)
+        group.entry, group.lane, group.full = entry, top, full
+        if group is self._plain:
+            return
+        if not full:
+            self._latest = max(self._latest, oldest)
+        heap = self._due[top] if full else self._waiting
+        heappush(heap, entry)
+        self._sweep(heap)
+
+    def _ripen(self, now: float) -> None:
+        """Move those among the due ones that are due by now."""
+        if self._changed:
+            self._file_changed()
+        if not self._groups:
+            return
+        delay, waiting = self.policy.max_delay, self._waiting
+        if self._latest - now > delay:
+            # a stamp far ahead of the clock: the clock stepped back, and waiting for it to catch up could take hours
+            live = [entry for entry in waiting if entry[2].entry is entry]
+            for entry in live:
+                if entry[0] - now > delay:
+                    heappush(self._due[entry[2].lane], entry)
+            waiting[:] = [entry for entry in live if entry[0] - now <= delay]
+            heapify(waiting)
+            self._latest = max((entry[0] for entry in waiting), default=float("-inf"))
+        while (top := self._top(waiting)) is not None and top[0] + delay - now <= 0:
+            heappush(self._due[top[2].lane], heappop(waiting))
+
+    def _first(self, now: float) -> _Group[R] | None:
+        """Return the group whose turn it is; None where none is due."""
+        plain = self._plain.entry
+        due = [plain] if plain is not None and self._is_due(plain, now) else []
+        if self._groups:
+            due += [entry for entry in map(self._top, self._due.values()) if entry is not None]
+        if len(due) < 2:
+            return due[0][2] if due else None
+        oldest = min(due)
+        if self._batches % _TURNS == _TURNS - 1 and now - oldest[0] > AGED:
+            return oldest[2]
+        return min(due, key=lambda entry: (LANE_ORDER.index(entry[2].lane), entry))[2]
+
+    def _is_due(self, entry: _Entry[R], now: float) -> bool:
+        delay = self.policy.max_delay
+        # a stamp far ahead of the clock: the clock stepped back, and waiting for it to catch up could take hours
+        return entry[2].full or entry[0] + delay - now <= 0 or entry[0] - now > delay
+
+    def _top(self, heap: list[_Entry[R]]) -> _Entry[R] | None:
+        while heap:
+            entry = heap[0]
+            if entry[2].entry is entry:
+                return entry
+            heappop(heap)
         return None
 
-    def _live_head(self, lane: str, cutoff: float, expired: list[R]) -> R | None:
-        while (head := self._head(lane)) is not None and head.deadline < cutoff:
-            self._remove(head)
-            expired.append(head)
-        return head
+    def _sweep(self, heap: list[_Entry[R]]) -> None:
+        if len(heap) > 2 * len(self._groups) + _TOMBSTONES:
+            heap[:] = [entry for entry in heap if entry[2].entry is entry]
+            heapify(heap)
+
+
+def _enqueued(request: Waiting) -> float:
+    return request.enqueued
+
+
+def _cost(request: Waiting) -> float:
+    return DEFAULT_COST if request.cost is None else request.cost

@@ -10,12 +10,25 @@ from batchq.config import DEFAULT_CAPACITY, WORKER_ALIVE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ChildStats:
+    """A process of a worker's that runs the model.
+
+    ``child``: its number, or that of the last one in its place. ``device``: as ``--device`` names it. ``state``: "loading", "ready",
+    "restarting" (it has died), "draining" or "ended".
+    """
+
+    child: int
+    device: str
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStats:
     """A worker's last report.
 
-    ``age``: seconds since that report. ``batch_size``, ``run_seconds``, ``wait_seconds``: recent means of a
-    batch's size, of the model's time for one, and of how long a batch's oldest request had waited. ``rate``:
-    answers a second.
+    ``age``: seconds since that report. ``state``: "loading", "ready" (one of its children is) or "draining". ``batch_size``,
+    ``run_seconds``, ``wait_seconds``: recent means of a batch's size, of the model's time for one, and of how long a batch's oldest
+    request had waited. ``rate``: answers a second. ``children``: () where they are not known: an older worker, or none is needed.
     """
 
     id: str
@@ -27,16 +40,16 @@ class WorkerStats:
     run_seconds: float
     wait_seconds: float
     rate: float
+    children: tuple[ChildStats, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueStats:
     """A queue at one moment.
 
-    ``depth``: pending requests by lane ("high", "normal", "low"). ``groups``: how many batch keys they have. ``oldest_age``: seconds that the oldest of
-    them has waited, 0 where nothing waits. ``solo``: requests to be run alone. ``in_flight``: batches
-    that run now. ``accepted`` to ``dead``: totals. ``drain_rate``: answers a second.
-    ``mean_batch_size``: recent.
+    ``depth``: pending requests by lane ("high", "normal", "low"). ``groups``: how many batch keys they have. ``oldest_age``: seconds
+    that the oldest of them has waited, 0 where nothing waits. ``solo``: requests to be run alone. ``in_flight``: batches that run now.
+    ``accepted`` to ``dead``: totals. ``drain_rate``: answers a second. ``mean_batch_size``: recent.
     """
 
     queue: str
@@ -127,6 +140,10 @@ def _report(name: bytes, report: bytes, now: float) -> WorkerStats | None:
             run_seconds=float(fields["run_seconds"]),
             wait_seconds=float(fields["wait_seconds"]),
             rate=float(fields["rate"]),
+            children=tuple(
+                ChildStats(child=int(child["child"]), device=str(child["device"]), state=str(child["state"]))
+                for child in fields.get("children", ())
+            ),
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None  # a report of another version: not worth failing for

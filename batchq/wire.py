@@ -112,8 +112,13 @@ def with_timeout(request: bytes, timeout_ms: int) -> bytes:
     return request[: end - 4] + _TIMEOUT.pack(timeout_ms) + request[end:]
 
 
-def decode_request(data: bytes, *, copy: bool = True, max_payload: int = 2**31) -> Request:
-    """Return the request in ``data``; raise BadRequestError, with as much as could be read."""
+def decode_request(
+    data: bytes, *, copy: bool = True, tensors: bool = False, max_payload: int = 2**31
+) -> Request:
+    """Return the request in ``data``; raise BadRequestError, with as much as could be read.
+
+    ``copy``, ``tensors``: as ``codec.unpack`` takes them.
+    """
     reply: str | int
     if (
         data[:4] == _OURS
@@ -138,7 +143,7 @@ def decode_request(data: bytes, *, copy: bool = True, max_payload: int = 2**31) 
             reply,
         )
     try:
-        fields = codec.unpack(data, copy=copy)
+        fields = codec.unpack(data, copy=copy, tensors=tensors)
     except codec.DecodeError as error:
         raise BadRequestError(
             "request.encode", f"the request cannot be decoded: {error}", id, reply

@@ -128,3 +128,78 @@ def changes_its_inputs():
         return [value["n"] for value in inputs]
 
     return predict
+
+
+def batch_sizes_by_key():
+    """Answers with all the values of its batch: who shared it."""
+    return lambda inputs: [list(inputs)] * len(inputs)
+
+
+class Lengths:
+    """Groups strings by their first letter, costs their length, and answers with the batch they were in."""
+
+    def batch_key(self, value):
+        if value == "no key":
+            raise LookupError("this has no key")
+        return None if value[0] == "-" else value[0]
+
+    def cost(self, value):
+        return {"negative": -1, "nan": float("nan"), "text": "many"}.get(value, len(value))
+
+    def predict(self, batch):
+        time.sleep(0.003)
+        return [list(batch)] * len(batch)
+
+
+def lengths():
+    return Lengths()
+
+
+def shows_context():
+    """Answers with what it was told of each request; the deadline as seconds from now."""
+
+    def predict(inputs, context):
+        now = time.time()
+        return [
+            {"id": id, "meta": meta, "left": deadline - now}
+            for id, meta, deadline in zip(context.ids, context.meta, context.deadlines, strict=True)
+        ]
+
+    return predict
+
+
+def splits_badly():
+    """Its split fails while another batch runs, and does not on a single item."""
+
+    class Model:
+        def predict(self, batch):
+            time.sleep(0.003)
+            return list(batch)
+
+        def split(self, output, n):
+            if "bad" in output and n > 1:
+                raise ValueError("cannot split this")
+            return output
+
+    return Model()
+
+
+def loses_its_device(path):
+    """Meets a sticky error for `lose`, as often as ``path`` allows: each time a file of it is used up."""
+    import torch  # noqa: F401 - only who has torch can have lost a device of it
+
+    def predict(inputs):
+        time.sleep(0.003)
+        left = sorted(Path(path).iterdir())
+        if "lose" in inputs and left:
+            left[0].unlink()
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return inputs
+
+    return predict
+
+
+def a_module():
+    import torch
+
+    return torch.nn.Linear(1, 2)

@@ -344,7 +344,7 @@ def report(keys: Keys, worker: str, text: str, config: dict[str, int] | None = N
         end = rest.index(b"")
         config = {name.decode(): int(value) for name, value in zip(rest[:end:2], rest[1:end:2], strict=True)}
         reports = {
-            name.decode(): value.decode("utf-8", "replace").split(";", 2)[2]
+            name.decode(): [*value.decode("utf-8", "replace").split(";", 2), "", ""][2]
             for name, value in zip(rest[end + 1 :: 2], rest[end + 2 :: 2], strict=True)
         }
         return Reported(now, outcome == b"set", config, reports)

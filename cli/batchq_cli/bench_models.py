@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import mmap
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from batchq.model import call_load, load_model
+from batchq.loading import call_load, is_module, load_model, parts_of
 
 SLEEP_A_BATCH: Final = 0.005
 SLEEP_A_REQUEST: Final = 0.00005
@@ -62,16 +64,24 @@ class Clock:
         self._now = Reading(now.calls + 1, now.values + values, now.busy + ended - started, ended)
         _LAYOUT.pack_into(self._map, 0, *self._now)
 
-    def wrap(self, predict: Predict) -> Predict:
-        """Return the same model, its calls counted."""
+    def wrap(self, predict: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same function, with the same parameters, its calls counted."""
 
-        def timed_predict(inputs: list[Any]) -> Any:
+        @functools.wraps(predict)
+        def timed_predict(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
-            answers = predict(inputs)
-            self.ran(len(inputs), started, time.perf_counter())
+            answers = predict(*args, **kwargs)
+            self.ran(_size((*args, *kwargs.values())), started, time.perf_counter())
             return answers
 
-        return timed_predict
+        @functools.wraps(predict)
+        async def timed_async(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            answers = await predict(*args, **kwargs)
+            self.ran(_size((*args, *kwargs.values())), started, time.perf_counter())
+            return answers
+
+        return timed_async if inspect.iscoroutinefunction(predict) else timed_predict
 
     def close(self) -> None:
         """Let go of the file."""
@@ -93,6 +103,33 @@ def sleeper(clock: str) -> Predict:
     return Clock(clock).wrap(predict)
 
 
-def timed(clock: str, model: str, args: dict[str, Any], device: str = "cpu") -> Predict:
-    """Load the user's model ``module:function`` with ``args``, and time its calls."""
-    return Clock(clock).wrap(call_load(load_model(model), device=device, args=args))
+class _Timed:
+    """An object with the parts of a user's model, whose predict is timed."""
+
+    predict: Callable[..., Any]
+
+
+def timed(clock: str, model: str, args: dict[str, Any], device: str = "cpu") -> Any:
+    """Load the user's model ``module:function`` with ``args``, and time its calls: its ``predict``, or a module's ``forward``."""
+    loaded = call_load(load_model(model), device=device, args=args)
+    parts, watch = parts_of(loaded), Clock(clock)
+    if parts.predict is None:
+        loaded.forward = watch.wrap(loaded.forward)
+        return loaded
+    target = loaded if is_module(loaded) else _Timed()
+    for name in ("collate", "split", "cost", "batch_key", "warmup", "close"):
+        if target is not loaded and getattr(parts, name) is not None:
+            setattr(target, name, getattr(parts, name))
+    target.predict = watch.wrap(parts.predict)
+    return target
+
+
+def _size(inputs: Sequence[Any]) -> int:
+    """Return how many requests are in what a model is given: a list, a batch tensor, a dict of such."""
+    batch = next(iter(inputs), ())
+    if isinstance(batch, Mapping):
+        return _size(list(batch.values()))
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0])
+    return _size(batch) if isinstance(batch, tuple) else len(batch)

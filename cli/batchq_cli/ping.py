@@ -79,6 +79,7 @@ class Examination:
         self.checks: list[Check] = []
         self.latency: float | None = None
         self.workers = 0
+        self.ready_workers = 0
         self._url = url
         self._keys = Keys(queue)
         self._timeout = timeout
@@ -247,10 +248,16 @@ class Examination:
         queue = self._keys.queue
         live = from_answers(queue, await self._ask(link, commands.stats(self._keys))).workers
         self.workers = len(live)
+        self.ready_workers = sum(worker.state == "ready" for worker in live)
         if live:
             states = ", ".join(f"{worker.id} {worker.state}" for worker in live[:4])
             more = f" and {len(live) - 4:,} more" if len(live) > 4 else ""
-            self._add("workers", "ok", f"{len(live):,} on queue {queue!r}: {states}{more}")
+            detail = f"{len(live):,} on queue {queue!r}: {states}{more}"
+            if self._need_worker and not self.ready_workers:
+                remedy = "wait until one is ready, or look into its log"
+                self._add("workers", "wrong", f"none is ready; {detail}", remedy, EXIT_NO_ANSWER)
+            else:
+                self._add("workers", "ok", detail)
             return
         queues = await self._ask(link, commands.list_queues())
         others = await self._ask(link, commands.live_workers(queues)) if queues else {}
@@ -282,7 +289,7 @@ def _mib(size: int) -> str:
 )
 @redis_option
 @queue_option
-@click.option("--worker", "need_worker", is_flag=True, help="Fail where no worker of the queue is alive.")
+@click.option("--worker", "need_worker", is_flag=True, help="Fail where no worker of the queue is ready.")
 @click.option(
     "--timeout",
     type=DURATION,
@@ -292,7 +299,7 @@ def _mib(size: int) -> str:
 )
 @json_option
 def ping(redis_url: str, queue: str, need_worker: bool, timeout: float, as_json: bool) -> None:
-    """Check that a Redis is fit for batchq, and whether workers are alive.
+    """Check that a Redis is fit for batchq, and whether workers are alive and ready.
 
     Looks at: whether it can be reached, its password, version, eviction policy, memory, persistence, scripts,
     latency, and the queue's workers. Nothing is written to the queue.
@@ -322,5 +329,6 @@ def _report(examination: Examination, queue: str, fit: bool) -> dict[str, Any]:
         "queue": queue,
         "latency_seconds": examination.latency,
         "live_workers": examination.workers,
+        "ready_workers": examination.ready_workers,
         "checks": checks,
     }

@@ -6,14 +6,15 @@ import dataclasses
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from batchq.config import check_number
 from batchq.errors import BackendAuthError, BackendUnavailableError
-from batchq.stats import QueueStats
+from batchq.stats import QueueStats, WorkerStats
 from batchq.sync import Client
 from batchq_cli.common import (
     DURATION,
@@ -31,6 +32,8 @@ from batchq_cli.common import (
 )
 
 Rates = dict[str, float]
+_MANY: Final = 4
+"""Devices of a worker that are named one by one."""
 _RATES = {"in": "accepted", "out": "completed", "full": "rejected", "expired": "expired", "failed": "failed"}
 
 
@@ -41,7 +44,8 @@ _RATES = {"in": "accepted", "out": "completed", "full": "rejected", "expired": "
         "in flight": "batches that workers hold; requests whose worker died, to be run alone",
         "rates": "in: accepted; out: answered, with --watch from one look to the next, else as reported",
         "refused": "full: got QueueFullError; expired: their time was up; dead letters: kept aside",
-        "workers": "means of the last seconds: requests in a batch, its wait, and the model's time for it",
+        "workers": "how many of its processes are ready, where, and what ails the others; means of the last seconds: "
+        "requests in a batch, its wait, and the model's time for it",
     },
     examples=[
         "batchq stats",
@@ -159,7 +163,9 @@ def _rows(stats: QueueStats, rates: Rates | None) -> Iterator[str]:
     lanes = ", ".join(f"{count:,} {lane}" for lane, count in stats.depth.items())
     out = _rate(rates, "out") if rates is not None else f"{stats.drain_rate:,.4g}/s"
     yield f"queue       {stats.queue}"
-    yield f"pending     {pending:,} of {stats.capacity:,}: {lanes}; oldest {show_duration(stats.oldest_age)}"
+    groups = f" in {stats.groups:,} groups" if stats.groups else ""
+    oldest = show_duration(stats.oldest_age)
+    yield f"pending     {pending:,} of {stats.capacity:,}: {lanes}{groups}; oldest {oldest}"
     yield f"in flight   {stats.in_flight:,} batches; {stats.solo:,} requests to run alone"
     yield f"rates       in {_rate(rates, 'in')}, out {out}; batches of {stats.mean_batch_size:.3g}"
     answered = f"{stats.completed:,} answered, {stats.failed:,} of them with an error"
@@ -171,12 +177,13 @@ def _rows(stats: QueueStats, rates: Rates | None) -> Iterator[str]:
     yield f"workers     {len(stats.workers):,}"
     yield ""
     yield from table(
-        ("WORKER", "MODEL", "STATE", "BATCH", "WAIT", "MODEL TIME", "OUT", "SEEN"),
+        ("WORKER", "MODEL", "STATE", "DEVICE", "BATCH", "WAIT", "MODEL TIME", "OUT", "SEEN"),
         [
             (
                 worker.id,
                 worker.model,
-                worker.state,
+                _state(worker),
+                _devices(worker),
                 f"{worker.batch_size:.3g}",
                 show_duration(worker.wait_seconds),
                 show_duration(worker.run_seconds),
@@ -185,5 +192,32 @@ def _rows(stats: QueueStats, rates: Rates | None) -> Iterator[str]:
             )
             for worker in stats.workers
         ],
-        numbers=(3, 4, 5, 6, 7),
+        numbers=(4, 5, 6, 7, 8),
     )
+
+
+def _state(worker: WorkerStats) -> str:
+    """Return a worker's state, and where it has several processes, how many of them are ready: ``ready 3/4``."""
+    if len(worker.children) < 2:
+        return worker.state
+    ready = sum(child.state == "ready" for child in worker.children)
+    return f"{worker.state} {ready}/{len(worker.children)}"
+
+
+def _devices(worker: WorkerStats) -> str:
+    """Return the devices of its processes, and what keeps some of them: ``cuda:0 x2, cuda:1 x2 (1 loading)``; many are counted."""
+    states: dict[str, list[str]] = {}
+    for child in worker.children:
+        states.setdefault(child.device, []).append(child.state)
+    ailing = {
+        device: Counter(each for each in found if each != worker.state) for device, found in states.items()
+    }
+    shown = (
+        states if len(states) <= _MANY else {device: states[device] for device in states if ailing[device]}
+    )
+    parts = [] if shown is states else [f"{len(states)} devices"]
+    for device in list(shown)[:_MANY]:
+        times = f" x{len(states[device])}" if len(states[device]) > 1 else ""
+        what = " and ".join(f"{count} {state}" for state, count in ailing[device].items())
+        parts.append(f"{device}{times}" + (f" ({what})" if what else ""))
+    return ", ".join(parts) + (", …" if len(shown) > _MANY else "") or "-"

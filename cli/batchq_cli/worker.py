@@ -37,6 +37,7 @@ from batchq_cli.common import (
 )
 from batchq_workers import logs
 from batchq_workers.config import WorkerConfig
+from batchq_workers.devices import DEFAULT_DEVICE
 from batchq_workers.parent import Parent
 
 if TYPE_CHECKING:
@@ -77,23 +78,32 @@ class ModelArgument(PairType):
         return [f"{name}={json.dumps(value)}" for name, value in fields.items()]
 
 
+def _variable(flag: str) -> str:
+    return "BATCHQ_" + flag.removeprefix("--").replace("-", "_").upper()
+
+
 def _setting(flag: str, *, type: Any, default: Any, help: str) -> Callable[[F], F]:
     return click.option(
         flag,
         type=type,
         default=default,
-        envvar="BATCHQ_" + flag.removeprefix("--").replace("-", "_").upper(),
+        envvar=_variable(flag),
         show_envvar=True,
         show_default=True,
         help=help,
     )
 
 
+def _flag(flag: str, *, help: str) -> Callable[[F], F]:
+    return click.option(flag, is_flag=True, envvar=_variable(flag), show_envvar=True, help=help)
+
+
 @click.command(
     cls=Described,
     examples=[
         "batchq worker --model mymodel:load",
-        "batchq worker --model mymodel:load --device cuda --max-batch-size 64 --max-delay 10ms",
+        "batchq worker --model mymodel:load --device auto --max-batch-size 64 --max-delay 10ms",
+        "batchq worker --model mymodel:load --device cuda:0,cuda:1 --processes-per-device 2",
         "batchq worker --model mymodel:load --model-arg size=large --model-arg threshold=0.5",
         "batchq worker --model mymodel:load --check --sample '\"what a day\"'",
         "BATCHQ_REDIS_URL=rediss://:secret@redis:6379/0 batchq worker --model mymodel:load",
@@ -127,8 +137,16 @@ def _setting(flag: str, *, type: Any, default: Any, help: str) -> Callable[[F], 
 @_setting(
     "--device",
     type=str,
-    default="cpu",
-    help="Given to the function, if it takes `device`: cpu, cuda, cuda:1 …",
+    default=DEFAULT_DEVICE,
+    help="Where the model runs, one process on each: cpu, mps, or GPUs: cuda:0,cuda:1. auto: all GPUs that torch "
+    "finds, else mps, else cpu. A process sees only its GPU, and the function, if it takes `device`, is given "
+    "that one's name there, cuda:0. cuda: one process that sees all GPUs.",
+)
+@_setting(
+    "--processes-per-device",
+    type=int,
+    default=1,
+    help="Processes on each device, 1 to 64, each with a model of its own.",
 )
 @redis_option
 @queue_option
@@ -137,6 +155,17 @@ def _setting(flag: str, *, type: Any, default: Any, help: str) -> Callable[[F], 
     type=int,
     default=DEFAULT_MAX_BATCH_SIZE,
     help="Requests in a batch at most, 1 to 4,096.",
+)
+@_setting(
+    "--max-batch-cost",
+    type=int,
+    default=None,
+    help="The sum of the requests' costs in a batch at most, such as tokens, 1 to 1,000,000,000. A request costs "
+    "what its caller says, else what the model says, else 1. Default: no such limit.",
+)
+@_flag(
+    "--padded",
+    help="A batch costs its largest request's cost times its size: for models that pad all to the longest.",
 )
 @_setting(
     "--max-delay",
@@ -180,11 +209,8 @@ def _setting(flag: str, *, type: Any, default: Any, help: str) -> Callable[[F], 
     default=show_duration(DEFAULT_LEASE),
     help="After which others take over the batches of a machine that has vanished, 1s to 10m.",
 )
-@click.option(
+@_flag(
     "--allow-mixed",
-    is_flag=True,
-    envvar="BATCHQ_ALLOW_MIXED",
-    show_envvar=True,
     help="Start even where a live worker of the queue runs another --model.",
 )
 @_setting(
@@ -210,9 +236,12 @@ def worker(
     model_args: tuple[tuple[str, Any], ...],
     app_dir: str,
     device: str,
+    processes_per_device: int,
     redis_url: str,
     queue: str,
     max_batch_size: int,
+    max_batch_cost: int | None,
+    padded: bool,
     max_delay: float,
     capacity: int,
     capacity_bytes: int,
@@ -228,11 +257,11 @@ def worker(
 ) -> None:
     """Run a model on the requests of a queue.
 
-    MODULE:FUNCTION names a function that is called once, when the worker starts. It returns another,
+    MODULE:FUNCTION names a function that is called once in each process that runs the model. It returns another,
     predict(inputs), which takes a list of n values and returns a list of n answers.
 
-    The batch's size and delay and both capacities belong to the queue: what its first live worker was given
-    holds, and a later worker says where it was given something else.
+    The batch's size, cost and delay and both capacities belong to the queue: what its first live worker was
+    given holds, and a later worker says where it was given something else.
     """
     if sample is not None and not check:
         raise click.UsageError("--sample goes with --check")
@@ -243,11 +272,14 @@ def worker(
         model_args=dict(model_args),
         app_dir=app_dir,
         device=device,
+        processes_per_device=processes_per_device,
         policy=BatchPolicy(
             max_batch_size=max_batch_size,
             max_delay=max_delay,
             capacity=capacity,
             capacity_bytes=capacity_bytes,
+            max_batch_cost=max_batch_cost,
+            padded=padded,
         ),
         lease=lease,
         batch_timeout=batch_timeout,

@@ -10,7 +10,6 @@ import os
 import signal
 import time
 
-
 BUDGET = 40
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from batchq_cli.bench_models import Clock, echo
+from batchq.model import Model
+from batchq.protocols import BatchContext
+from batchq_cli.bench_models import Clock, echo, timed
 from batchq_cli.embedded import EmbeddedRedis
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -150,3 +152,15 @@ def test_a_models_clock_is_read_from_another_process(tmp_path: Path) -> None:
     batch, _ = after.since(before)
     assert batch == 2
     reader.close()
+
+
+@pytest.mark.parametrize("model", ["lengths", "shows_context", "a_module", "echo"])
+def test_models_of_all_kinds_can_be_timed(tmp_path: Path, model: str) -> None:
+    clock = str(tmp_path / "clock")
+    loaded = Model(timed(clock, f"tests.models:{model}", {}))
+    context = BatchContext(("a", "b"), (None, None), (0.0, 0.0))
+    values = [[1.0], [2.0]] if model == "a_module" else ["ab", "ac"]
+    answers = loaded.run(loaded.prepare(values, context))
+    assert not any(isinstance(answer, Exception) for answer in answers)
+    reading = Clock(clock).read()
+    assert (reading.calls, reading.values) == (1, 2)

@@ -116,14 +116,14 @@ def test_a_worker_serves_a_model_of_the_users_folder_with_its_arguments(
         "--model-arg",
         "scale=0.5",
         "--device",
-        "cuda:7",
+        "mps",
         queue="arrays",
     )
     call = ("call", "--redis", redis_url, "--queue", "arrays")
     assert answer_of(run(*call, '"array"')) == [[0.5, 0.5], [0.5, 0.5]]
     assert answer_of(run(*call, '"bytes"')) == {"base64": "AAE="}
     assert answer_of(run(*call, '"datetime"')) == "2026-01-02T03:04:05"
-    assert answer_of(run(*call, '"device"')) == "cuda:7"
+    assert answer_of(run(*call, '"device"')) == "mps"
 
 
 def test_call_tells_by_its_exit_code_what_went_wrong(redis_url: str, start_worker: StartWorker) -> None:

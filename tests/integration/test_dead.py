@@ -293,7 +293,7 @@ def test_a_requeued_job_has_the_value_meta_batch_key_cost_and_lane_of_the_first_
     value = {"array": np.arange(6, dtype=">i2").reshape(2, 3), 1: [b"\xff", 2**64 - 1, -1.5]}
     bury(redis_url, letter("ab" * 16, value, lane="h", meta={"a": 1}, batch_key=7, cost=0.5))
     (requeued,) = rows("requeue", "ab", "--deadline", "1h", "--result-ttl", "10m")
-    (data,) = raw.lrange("batchq:{default}:requests:high", 0, -1)
+    (data,) = raw.lrange("batchq:{default}:requests:high@i7", 0, -1)
     request = wire.decode_request(data)
     assert (request.id.hex(), request.reply, request.timeout_ms) == (requeued["job"], 600_000, 3_600_000)
     assert (request.meta, request.batch_key, request.cost) == ({"a": 1}, 7, 0.5)

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 import batchq
 from batchq import errors
 from batchq.config import BatchPolicy
-from batchq.stats import QueueStats
+from batchq.stats import ChildStats, QueueStats, WorkerStats
 from batchq_cli import common, stats, worker
 from batchq_cli import main as cli
 from batchq_cli.call import to_json
@@ -69,7 +69,9 @@ SETTINGS: list[tuple[str, str, Callable[[WorkerConfig], Any], Any, tuple[str, An
     ("--model", "BATCHQ_MODEL", lambda c: c.model, None, ("a:load", "a:load"), ("b:load", "b:load")),
     ("--model-arg", "BATCHQ_MODEL_ARGS", lambda c: c.model_args, {}, ("a=1", {"a": 1}), ("b=2", {"b": 2})),
     ("--app-dir", "BATCHQ_APP_DIR", lambda c: c.app_dir, ".", ("/", "/"), ("..", "..")),
-    ("--device", "BATCHQ_DEVICE", lambda c: c.device, "cpu", ("cuda:1", "cuda:1"), ("cuda", "cuda")),
+    ("--device", "BATCHQ_DEVICE", lambda c: c.device, "cpu", ("cuda:1", "cuda:1"), ("auto", "auto")),
+    ("--processes-per-device", "BATCHQ_PROCESSES_PER_DEVICE", lambda c: c.processes_per_device, 1, ("7", 7), ("8", 8)),
+    ("--max-batch-cost", "BATCHQ_MAX_BATCH_COST", lambda c: c.policy.max_batch_cost, None, ("7", 7), ("8", 8)),
     ("--max-batch-size", "BATCHQ_MAX_BATCH_SIZE", lambda c: c.policy.max_batch_size, 32, ("7", 7), ("8", 8)),
     ("--max-delay", "BATCHQ_MAX_DELAY", lambda c: c.policy.max_delay, 0.005, ("0", 0.0), ("20ms", 0.02)),
     ("--capacity", "BATCHQ_CAPACITY", lambda c: c.policy.capacity, 4096, ("7", 7), ("8", 8)),
@@ -141,6 +143,15 @@ def test_a_flag_in_the_environment_means_what_it_says(
 ) -> None:
     assert run("worker", "--model", "a:b", env={"BATCHQ_ALLOW_MIXED": text}).exit_code == 0
     assert started[0].allow_mixed is meaning
+
+
+def test_padded_says_how_a_batch_cost_is_counted_and_needs_one(started: list[WorkerConfig]) -> None:
+    budget = ("worker", "--model", "a:b", "--max-batch-cost", "100")
+    assert run(*budget, "--padded").exit_code == 0
+    assert run(*budget, env={"BATCHQ_PADDED": "yes"}).exit_code == 0
+    assert run(*budget, env={"BATCHQ_PADDED": "no"}).exit_code == 0
+    assert [config.policy.padded for config in started] == [True, True, False]
+    assert_one_line(run("worker", "--model", "a:b", "--padded"), 2, "padded", "max_batch_cost")
 
 
 def test_a_flag_in_the_environment_that_says_neither_is_an_error(started: list[WorkerConfig]) -> None:
@@ -268,6 +279,10 @@ def assert_one_line(result: Result, code: int, *parts: str) -> None:
         (("--max-delay", "-1"), ("max_delay", "0 to 60 s")),
         (("--max-batch-size", "0"), ("max_batch_size", "1 to 4,096", "default 32")),
         (("--max-batch-size", "x"), ("--max-batch-size",)),
+        (("--max-batch-cost", "0"), ("max_batch_cost", "1 to 1,000,000,000")),
+        (("--device", "gpu"), ("device='gpu'", "'auto'", "'cuda:0'", "default 'cpu'")),
+        (("--device", "cuda:0,cuda:0"), ("'cuda:0' is there twice",)),
+        (("--processes-per-device", "65"), ("processes_per_device=65", "1 to 64", "default 1")),
         (("--capacity", "0"), ("capacity", "1 to 1,000,000")),
         (("--capacity-bytes", "1"), ("capacity_bytes", "bytes")),
         (("--max-payload", "1GiB"), ("max_payload",)),
@@ -484,6 +499,46 @@ def test_rates_are_what_the_counters_gained_in_the_time_between() -> None:
 
 def test_there_are_no_rates_where_redis_has_lost_the_counters() -> None:
     assert stats.rates_between(queue_stats(accepted=5), queue_stats(accepted=1), 2.0) is None
+
+
+def worker_on(state: str, *children: tuple[str, str]) -> WorkerStats:
+    return WorkerStats(
+        id="w", model="m", host="h", age=0.0, state=state, batch_size=1.0, run_seconds=0.0, wait_seconds=0.0, rate=0.0,
+        children=tuple(ChildStats(child=n, device=device, state=each) for n, (device, each) in enumerate(children)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("worker", "state", "devices"),
+    [
+        (worker_on("ready"), "ready", "-"),  # an older one
+        (worker_on("loading", ("cpu", "loading")), "loading", "cpu"),
+        (worker_on("ready", ("cuda:0", "ready"), ("cuda:1", "ready")), "ready 2/2", "cuda:0, cuda:1"),
+        (
+            worker_on("ready", ("cuda:0", "ready"), ("cuda:0", "ready"), ("cuda:1", "loading"), ("cuda:1", "ready")),
+            "ready 3/4",
+            "cuda:0 x2, cuda:1 x2 (1 loading)",
+        ),
+        (worker_on("ready", *[(f"cuda:{n}", "ready") for n in range(8)]), "ready 8/8", "8 devices"),
+        (
+            worker_on("ready", *[(f"cuda:{n}", "restarting" if n == 5 else "ready") for n in range(8)]),
+            "ready 7/8",
+            "8 devices, cuda:5 (1 restarting)",
+        ),
+        (
+            worker_on("ready", ("a", "ready"), *[(f"cuda:{n}", "loading") for n in range(5)]),
+            "ready 1/6",
+            "6 devices, cuda:0 (1 loading), cuda:1 (1 loading), cuda:2 (1 loading), cuda:3 (1 loading), …",
+        ),
+    ],
+)  # fmt: skip
+def test_stats_show_how_many_of_a_workers_processes_are_ready_and_what_ails_the_others(
+    worker: WorkerStats, state: str, devices: str
+) -> None:
+    page = stats._text(dataclasses.replace(queue_stats(), workers=(worker,)), None)
+    row = page.splitlines()[-1]
+    assert row.startswith(f"w       m      {state}  ")
+    assert f"  {devices}  " in row
 
 
 @pytest.mark.parametrize("watch", ["0", "0.01", "2h"])

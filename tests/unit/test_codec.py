@@ -225,11 +225,148 @@ def test_an_array_of_too_many_dimensions_fails_at_its_sender_not_at_its_reader(n
     assert "value[0]" in problem
 
 
-def test_a_tensor_arrives_as_an_array():
-    torch = pytest.importorskip("torch")
-    back = round_trip({"a": torch.arange(4, dtype=torch.float32).reshape(2, 2).T})
-    assert np.array_equal(back["a"], np.arange(4, dtype="f4").reshape(2, 2).T)
-    assert round_trip(torch.tensor([1.5], dtype=torch.bfloat16)).dtype == np.float32
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float64",
+        "float32",
+        "float16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+        "complex64",
+        "complex128",
+    ],
+)
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_tensor_arrives_as_an_array_of_its_dtype(torch, dtype, tensors):
+    tensor = torch.tensor([[0, 1], [1, 0]]).to(getattr(torch, dtype))
+    back = codec.unpack(codec.pack({"a": [tensor]}), tensors=tensors)["a"][0]
+    assert back.dtype == np.dtype(dtype)
+    assert np.array_equal(back, tensor.numpy())
+
+
+def test_a_tensor_of_any_layout_arrives_and_its_gradient_does_not_matter(torch):
+    tensor = torch.arange(24.0).reshape(2, 3, 4).requires_grad_()
+    for form in (
+        tensor,
+        tensor.permute(2, 0, 1),
+        tensor[:, ::2],
+        tensor[0].expand(5, 3, 4),
+        tensor[0, 0, 0],
+        tensor * 2,
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            back = round_trip(form.to(dtype))
+            assert back.shape == tuple(form.shape)
+            assert np.array_equal(back, form.detach().numpy())
+    assert np.array_equal(round_trip(torch.tensor([1 + 2j]).conj()), np.array([1 - 2j], "c8"))
+    assert np.array_equal(round_trip(torch.tensor([1 + 2j]).conj().imag), np.array([-2], "f4"))
+
+
+def test_the_bytes_of_a_bfloat16_stay_the_same(torch):
+    wire = "c7140192a862666c6f61743136910200000000c03f00c0"
+    assert codec.pack(torch.tensor([1.5, -2.0], dtype=torch.bfloat16)).hex() == wire
+
+
+def every_bfloat16():
+    """Return the bits of each bfloat16 there is, as signed integers."""
+    return np.arange(-(2**15), 2**15, dtype="i2")
+
+
+def test_every_bfloat16_arrives_as_exactly_the_same_float32_where_nobody_asks_for_tensors(torch):
+    tensor = torch.from_numpy(every_bfloat16()).view(torch.bfloat16)
+    packed = codec.pack(tensor)
+    assert len(packed) < 2 * 2**16 + 64
+    for back in (codec.unpack(packed), codec.unpack(packed, copy=False)):
+        assert back.dtype == np.float32
+        assert back.flags.writeable
+        assert back.view("u4").tolist() == (every_bfloat16().view("u2").astype("u4") << 16).tolist()
+    number = ~np.isnan(back)
+    assert np.array_equal(back[number], tensor.float().numpy()[number])
+
+
+def test_bfloat16_arrives_as_a_tensor_where_the_reader_asks_for_it(torch):
+    tensor = torch.from_numpy(every_bfloat16()).view(torch.bfloat16)
+    for shape in [(256, 256), (2**16,), (2, 2**15, 1)]:
+        for copy in (True, False):
+            back = codec.unpack(codec.pack([tensor.reshape(shape)]), copy=copy, tensors=True)[0]
+            assert back.dtype == torch.bfloat16
+            assert tuple(back.shape) == shape
+            assert np.array_equal(back.view(torch.int16).numpy().reshape(-1), every_bfloat16())
+            back.zero_()  # it may be written to
+    for empty in (torch.zeros(0, 3, dtype=torch.bfloat16), torch.tensor(1.5, dtype=torch.bfloat16)):
+        assert codec.unpack(codec.pack(empty), tensors=True).shape == empty.shape
+        assert round_trip(empty).shape == empty.shape
+
+
+def test_a_reader_without_torch_reads_bfloat16_and_imports_nothing_for_it(torch):
+    packed = codec.pack(torch.tensor([1.5, -2.0], dtype=torch.bfloat16))
+    code = (
+        f"import sys; from batchq import codec; array = codec.unpack({packed!r}, tensors=True); "
+        "sys.exit(array.tolist() != [1.5, -2.0] or array.dtype.name != 'float32' or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("shape", [[2], [1, 1, 1], [0]])
+def test_a_bfloat16_array_whose_header_lies_is_refused(shape):
+    with pytest.raises(DecodeError):
+        codec.unpack(array_ext("bfloat16", shape, b"\0\0\0"))
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_random_bits_of_bfloat16_are_a_value(tensors):
+    data = random.Random(3).randbytes(64)
+    assert codec.unpack(array_ext("bfloat16", [4, 8], data), tensors=tensors).shape == (4, 8)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that some of these are new, or old
+@pytest.mark.parametrize(
+    ("make", "problem", "remedy"),
+    [
+        (
+            lambda t: t.zeros(2, dtype=t.float8_e4m3fn),
+            "dtype torch.float8_e4m3fn, which numpy has not",
+            "call .float()",
+        ),
+        (lambda t: t.zeros(2, dtype=t.complex32), "dtype torch.complex32", "call .cfloat()"),
+        (lambda t: t.zeros(2, 2).to_sparse(), "layout torch.sparse_coo", "call .to_dense()"),
+        (lambda t: t.zeros(2, 2).to_sparse_csr(), "layout torch.sparse_csr", "call .to_dense()"),
+        (lambda t: t.zeros(2, device="meta"), "on the meta device", "it has no values"),
+        (lambda t: t.zeros(2, device="meta", dtype=t.bfloat16), "on the meta device", "it has no values"),
+        (
+            lambda t: t.quantize_per_tensor(t.zeros(2), 0.1, 0, t.qint8),
+            "a quantized tensor",
+            "call .dequantize()",
+        ),
+        (lambda t: t.nested.nested_tensor([t.zeros(2), t.zeros(3)]), "a nested tensor", "call .unbind()"),
+    ],
+    ids=range(8),
+)
+def test_a_tensor_that_no_array_can_be_made_of_names_its_kind_and_the_remedy(torch, make, problem, remedy):
+    with pytest.raises(EncodeError) as caught:
+        codec.pack({"a": [make(torch)]})
+    assert str(caught.value).startswith("value.a[0]: ")
+    assert problem in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_a_tensor_whose_device_fails_says_so_and_not_that_it_cannot_be_sent(torch):
+    class Broken(torch.Tensor):
+        def cpu(self):
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    with pytest.raises(EncodeError, match="unspecified launch failure"):
+        codec.pack(torch.zeros(2).as_subclass(Broken))
 
 
 def test_packing_and_unpacking_plain_values_imports_no_numpy():
@@ -413,6 +550,7 @@ def test_every_changed_byte_is_a_value_or_a_decode_error():
 @pytest.mark.parametrize(
     "data",
     [
+        array_ext("bfloat16", [2**60], b""),
         array_ext("<f8", [2**60], b""),
         array_ext("<f8", [2**39, 2**39], b"\0" * 8),
         array_ext("<f8", [2**32, 2**32], b""),

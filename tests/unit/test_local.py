@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import math
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +18,7 @@ import pytest
 
 from batchq.boxes import Request
 from batchq.decorator import batched
+from batchq.device import PlainDevice
 from batchq.errors import (
     ClientClosedError,
     ConfigError,
@@ -26,6 +29,7 @@ from batchq.errors import (
     ModelError,
     PayloadTooLargeError,
     QueueFullError,
+    RequestError,
 )
 from batchq.local import AsyncLocalClient, LocalClient
 
@@ -236,7 +240,11 @@ def test_too_large_values_and_answers_are_refused():
         {"timeout": True},
         {"priority": "urgent"},
         {"batch_key": 1.5},
+        {"batch_key": True},
         {"cost": -1},
+        {"cost": math.nan},
+        {"cost": math.inf},
+        {"cost": "3"},
         {"meta": "text"},
     ],
 )
@@ -268,11 +276,302 @@ async def test_an_option_out_of_range_is_a_config_error_everywhere(client, optio
         {"timeout": 0},
         {"max_payload": 1},
         {"load": None},
+        {"max_batch_cost": 0},
+        {"max_batch_cost": 1.5},
+        {"padded": True},
     ],
 )
 def test_a_setting_out_of_range_is_a_config_error_when_the_client_is_built(settings):
     with pytest.raises(ConfigError):
         LocalClient(settings.pop("load", double), **settings)
+
+
+def test_a_batch_key_that_redis_could_not_carry_is_refused_here_too(client):
+    for key in (2**70, "\ud800"):
+        with pytest.raises(EncodeError):
+            client.predict(1, batch_key=key)
+
+
+# groups and costs
+
+
+def test_only_requests_of_equal_keys_share_a_batch(gate):
+    with occupied(gate, max_batch_size=8) as client:
+        jobs = [client.submit(n, batch_key=key) for n, key in enumerate([1, "1", None, 1, "1", None])]
+        gate.open()
+        assert [job.result() for job in jobs] == [0, 2, 4, 6, 8, 10]
+    assert sorted(gate.batches) == [[0], [0, 3], [1, 4], [2, 5]]
+
+
+def test_a_group_is_full_when_its_own_requests_make_a_batch(gate):
+    gate.open()
+    with LocalClient(gate.load, max_batch_size=3, max_delay=60) as client:
+        waiting = [client.submit(n, batch_key=n) for n in range(8)]
+        assert client.predict_many([1, 2, 3], batch_key="full") == [2, 4, 6]
+        assert gate.batches == [[1, 2, 3]]
+        assert {job.state() for job in waiting} == {"pending"}
+
+
+def test_a_group_with_a_high_request_goes_first(gate):
+    with occupied(gate) as client:
+        for priority, key in [("low", "l"), ("normal", "n"), ("high", "h"), ("normal", "h")]:
+            last = client.submit(f"{priority}{key}", batch_key=key, priority=priority)
+        gate.open()
+        last.result()
+        client.predict(1, priority="low")
+    assert gate.batches[:3] == [[0], ["highh", "normalh"], ["normaln"]]
+
+
+def test_a_batch_holds_no_more_than_its_budget_and_is_due_when_it_is_spent(gate):
+    gate.open()
+    with LocalClient(gate.load, max_batch_size=32, max_delay=60, max_batch_cost=10) as client:
+        assert client.predict_many([1, 2], cost=5) == [2, 4]
+        jobs = [client.submit(n, cost=n) for n in (6, 3, 4)]
+        assert [job.result() for job in jobs[:2]] == [12, 6]
+        assert jobs[2].state() == "pending"
+        assert client.predict_many(["a"] * 6) == ["aa"] * 6  # without a cost a request counts 1
+    assert gate.batches == [[1, 2], [6, 3], [4, *["a"] * 6]]
+
+
+def test_a_padded_batch_costs_its_largest_request_times_its_size(gate):
+    with occupied(gate, max_batch_cost=12, padded=True) as client:
+        jobs = [client.submit(n, cost=n) for n in (4, 3, 2, 6, 1)]
+        gate.open()
+        assert [job.result() for job in jobs] == [8, 6, 4, 12, 2]
+    assert gate.batches == [[0], [4, 3, 2], [6, 1]]
+
+
+async def test_a_cost_over_the_budget_is_refused_at_once_and_harms_nobody_else(gate):
+    gate.open()
+    later = AsyncLocalClient(double, max_batch_cost=10)
+    with LocalClient(gate.load, max_delay=60, max_batch_cost=10) as client:
+        good = client.submit(1, cost=4)
+        for call in [
+            lambda: client.predict(1, cost=10.5),
+            lambda: client.predict_many([1, 2], cost=10.5, return_exceptions=True),
+            lambda: client.map([1], cost=10.5),
+            lambda: client.submit(1, cost=10.5),
+            lambda: later.map([1], cost=10.5),
+        ]:
+            with pytest.raises(RequestError, match=r"cost=10\.5.*max_batch_cost is 10") as caught:
+                call()
+            assert caught.value.code == "request"
+        with pytest.raises(RequestError):
+            await later.predict(1, cost=11)
+        with pytest.raises(RequestError):
+            await later.submit(1, cost=11)
+        assert client.predict(2, cost=10) == 4
+        assert client.stats().accepted == 2
+        assert good.result() == 2
+    await later.aclose()
+
+
+def test_without_a_budget_any_cost_will_do(client):
+    assert client.predict(1, cost=1e12) == 2
+
+
+def test_a_thousand_short_lived_keys_leave_nothing_behind(gate):
+    with occupied(gate, max_batch_size=4) as client:
+        jobs = [client.submit(n, batch_key=f"key {n}") for n in range(1000)]
+        assert all(job.cancel() for job in jobs[500:])
+        gate.open()
+        assert [job.result() for job in jobs[:500]] == [2 * n for n in range(500)]
+        pending = client._engine._pending
+        assert (pending._groups, len(pending), pending.bytes) == ({}, 0, 0)
+        assert client.stats().batches == 501
+
+
+class Sorting(Gate):
+    """A model that tells groups and costs; a value is (key, cost, number), and its answer the number."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        self.asked: list[object] = []
+        self.threads: set[int] = set()
+
+    def load(self):
+        return self
+
+    def batch_key(self, value):
+        self.asked.append(value[2])
+        self.threads.add(threading.get_ident())
+        if value[0] == "raise":
+            raise LookupError("no key")
+        if value[0] == "exit":
+            sys.exit(3)
+        return value[0]
+
+    def cost(self, value):
+        return value[1]
+
+    def answer(self, value):
+        return value[2]
+
+    @property
+    def numbers(self):
+        return [[value[2] for value in batch] for batch in self.batches]
+
+
+@pytest.fixture
+def sorting() -> Iterator[Sorting]:
+    found = Sorting()
+    yield found
+    found.open()
+
+
+def test_a_model_tells_the_group_and_cost_of_requests_whose_callers_have_not(sorting):
+    client = LocalClient(sorting.load, max_delay=0, max_batch_cost=10)
+    with client:
+        client.submit(("a", 1, 0))
+        sorting.await_batch()
+        jobs = [client.submit((key, cost, n)) for key, cost, n in [("a", 6, 1), ("b", 2, 2), ("a", 6, 3)]]
+        jobs.append(client.submit(("a", 6, 4), batch_key="b", cost=1))
+        jobs.append(client.submit((None, 6, 5), cost=1))
+        sorting.open()
+        assert [job.result() for job in jobs] == [1, 2, 3, 4, 5]
+    assert sorted(sorting.numbers) == [[0], [1], [2, 4], [3], [5]]
+
+
+def test_each_request_is_classified_once_on_the_models_thread_and_not_where_the_caller_did(sorting):
+    sorting.open()
+    with LocalClient(sorting.load, max_batch_size=4, max_delay=0.001) as client:
+        values = [(n % 3, 1, n) for n in range(100)]
+        assert list(client.map(values)) == list(range(100))
+        assert client.predict((0, 1, 100), batch_key=7, cost=1) == 100
+        assert client.predict((0, 1, 101), batch_key=7) == 101  # its cost is not known
+        assert client._engine._thread is not None
+        assert sorting.threads == {client._engine._thread.ident}
+    assert sorted(sorting.asked) == list(range(100))
+
+
+def test_requests_that_came_while_the_model_was_loaded_are_classified_too(sorting):
+    loaded = threading.Event()
+
+    def load():
+        assert loaded.wait(PATIENCE)
+        return sorting
+
+    sorting.open()
+    with LocalClient(load, max_delay=0, capacity=4) as client:
+        jobs = [client.submit(("ab"[n % 2], 1, n)) for n in range(4)]
+        with pytest.raises(QueueFullError):
+            client.submit(("a", 1, 9))
+        assert client.stats().depth["normal"] == 4
+        assert jobs[3].cancel()
+        loaded.set()
+        assert [job.result() for job in jobs[:3]] == [0, 1, 2]
+    assert sorting.numbers == [[0, 2], [1]]
+    assert sorting.asked == [0, 1, 2]
+
+
+def test_keys_of_callers_hold_for_requests_that_came_while_a_plain_model_was_loaded(gate):
+    loaded = threading.Event()
+
+    def load():
+        assert loaded.wait(PATIENCE)
+        return gate.predict
+
+    gate.open()
+    with LocalClient(load, max_delay=0) as client:
+        jobs = [client.submit(n, batch_key="ab"[n % 2]) for n in range(4)]
+        loaded.set()
+        assert [job.result() for job in jobs] == [0, 2, 4, 6]
+    assert sorted(gate.batches) == [[0, 2], [1, 3]]
+
+
+def test_what_a_model_says_fills_a_batch_that_does_not_wait_then(sorting):
+    sorting.open()
+    with LocalClient(sorting.load, max_batch_size=3, max_delay=60, max_batch_cost=100) as client:
+        others = [client.submit((f"other {n}", 1, n)) for n in range(5)]
+        assert client.predict_many([("size", 1, n) for n in (10, 11, 12)]) == [10, 11, 12]
+        first = client.submit(("cost", 60, 20))
+        client.ping()
+        second = client.submit(("cost", 40, 21))
+        assert (first.result(), second.result()) == (20, 21)
+        assert {job.state() for job in others} == {"pending"}
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "says"),
+    [
+        ((1.5, 1, 0), ModelError, "batch_key"),
+        (("a", -1, 0), ModelError, "cost"),
+        (("a", math.nan, 0), ModelError, "cost"),
+        (("a", "x", 0), ModelError, "cost"),
+        (("a", 11, 0), RequestError, "cost=11.*max_batch_cost is 10"),
+        (("raise", 1, 0), ModelError, "LookupError: no key"),
+        (("exit", 1, 0), ModelError, "SystemExit"),
+    ],
+)
+def test_a_bad_batch_key_or_cost_fails_its_own_request_only(sorting, value, error, says, caplog):
+    sorting.open()
+    with LocalClient(sorting.load, max_batch_size=2, max_delay=60, max_batch_cost=10) as client:
+        answers = client.predict_many([("a", 1, 1), value, ("a", 1, 2)], return_exceptions=True)
+        assert (answers[0], answers[2]) == (1, 2)
+        assert type(answers[1]) is error
+        with pytest.raises(error, match=says):
+            raise answers[1]
+        stats = client.stats()
+        assert (stats.failed, stats.completed, sum(stats.depth.values())) == (1, 2, 0)
+        if error is ModelError:
+            assert answers[1].request_id in caplog.text
+    assert sorting.numbers == [[1, 2]]
+
+
+def test_batches_that_are_due_do_not_wait_until_all_that_has_come_is_classified(sorting):
+    with LocalClient(sorting.load, max_batch_size=2, max_delay=0) as client:
+        client.submit(("a", 1, 0))
+        sorting.await_batch()
+        jobs = [client.submit(("a", 1, n)) for n in range(1, 31)]
+        low = client.submit(("low", 1, 99), priority="low")
+        asked = []
+        for _ in range(4):
+            sorting.let(1)
+            sorting.await_batch()
+            asked.append(len(sorting.asked))
+        assert asked == [4, 6, 8, 10]  # 0, and then 2 of each lane before each batch
+        sorting.open()
+        assert [job.result() for job in [*jobs, low]] == [*range(1, 31), 99]
+
+
+def test_a_high_request_is_classified_before_those_that_came_earlier(sorting):
+    with LocalClient(sorting.load, max_batch_size=2, max_delay=0) as client:
+        client.submit(("a", 1, 0))
+        sorting.await_batch()
+        jobs = [client.submit(("a", 1, n)) for n in range(1, 9)]
+        jobs.append(client.submit(("h", 1, 99), priority="high"))
+        sorting.open()
+        assert [job.result() for job in jobs] == [*range(1, 9), 99]
+    assert sorting.numbers[:2] == [[0], [99]]
+
+
+async def test_a_request_that_is_given_up_before_it_is_classified_is_not_run(sorting):
+    async with AsyncLocalClient(sorting.load, max_delay=0) as client:
+        running = asyncio.create_task(client.predict(("a", 1, 0)))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(sorting.await_batch)
+        waiting = [asyncio.create_task(client.predict(("a", 1, n))) for n in (1, 2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        with pytest.raises(DeadlineExceededError):
+            await client.predict(("a", 1, 3), timeout=0.01)
+        sorting.open()
+        assert (await running, await waiting[1]) == (0, 2)
+    assert sorting.numbers == [[0], [2]]
+
+
+async def test_close_fails_what_is_not_classified_yet(sorting):
+    client = AsyncLocalClient(sorting.load, max_delay=0)
+    await client.submit(("a", 1, 0))
+    await asyncio.to_thread(sorting.await_batch)
+    waiting = asyncio.create_task(client.predict(("a", 1, 1)))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(client.aclose())
+    with pytest.raises(ClientClosedError):
+        await waiting
+    sorting.open()
+    await closing
+    assert sorting.asked == [0]
 
 
 # capacity
@@ -454,6 +753,166 @@ def test_a_load_that_fails_is_what_each_call_raises(caplog):
                 call()
             errors.append(caught.value)
     assert len(set(map(id, errors))) == len(errors)
+
+
+def test_parts_of_a_batch_that_fails_get_their_inputs_as_they_came():
+    def load():
+        def predict(inputs):
+            for x in inputs:
+                x += 1
+            if any(x[0] == 8 for x in inputs):
+                raise ValueError("seven")
+            return inputs
+
+        return predict
+
+    with LocalClient(load, max_batch_size=8, max_delay=60) as client:
+        answers = client.predict_many([np.array([n]) for n in range(8)], return_exceptions=True)
+    assert [answer.tolist() for answer in answers[:7]] == [[n + 1] for n in range(7)]
+    assert str(answers[7]) == "ValueError: seven"
+
+
+@pytest.mark.parametrize("collates", [False, True])
+def test_a_model_may_write_to_its_inputs_unless_it_collates_them(collates):
+    class Writing:
+        def predict(self, inputs):
+            return [bool(x.flags.writeable) for x in inputs]
+
+    class Collating(Writing):
+        def collate(self, inputs):
+            return list(inputs)
+
+    with LocalClient(Collating if collates else Writing, max_delay=0) as client:
+        assert client.predict(np.zeros(4)) is not collates
+
+
+def test_a_model_is_told_ids_meta_and_deadlines_if_it_wants_a_context(gate):
+    contexts = []
+
+    def load():
+        def predict(inputs, context):
+            contexts.append(context)
+            if any(x is None for x in inputs):
+                raise ValueError("none")
+            return inputs
+
+        return predict
+
+    with LocalClient(load, max_batch_size=3, max_delay=60) as client:
+        before = time.time()
+        jobs = [client.submit(1, meta={"user": ("ann", 1)}, deadline=50), client.submit(None, deadline=500)]
+        client.submit(3, id="last")
+        assert (jobs[0].result(), client.job("last").result()) == (1, 3)
+        with pytest.raises(ModelError) as caught:
+            jobs[1].result()
+        after = time.time()
+    first = contexts[0]
+    assert first.meta == ({"user": ["ann", 1]}, None, None)
+    assert before + 50 - 1 <= first.deadlines[0] <= after + 50 + 1
+    assert before + 500 - 1 <= first.deadlines[1] <= after + 500 + 1
+    assert caught.value.request_id == first.ids[1]
+    assert len(set(first.ids)) == 3
+    assert [context.ids for context in contexts[1:]] == [first.ids[:1], first.ids[1:], first.ids[1:2], first.ids[2:]]
+
+
+class Staged:
+    """A model that notes what it is called for, and waits in its warm-up."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.go = threading.Event()
+
+    def __call__(self):
+        return self
+
+    def warmup(self):
+        assert self.go.wait(PATIENCE)
+        self.calls.append("warmup")
+
+    def predict(self, inputs):
+        self.calls.append("predict")
+        return inputs
+
+    def close(self):
+        self.calls.append("close")
+
+
+def test_a_model_is_warmed_up_before_its_first_batch_and_closed_after_its_last():
+    model = Staged()
+    with LocalClient(model, max_delay=0) as client:
+        with pytest.raises(DeadlineExceededError, match="is being loaded"):
+            client.predict(1, timeout=0.01)
+        model.go.set()
+        client.ping()
+        assert model.calls == ["warmup"]
+        assert client.predict(2) == 2
+    assert model.calls == ["warmup", "predict", "close"]
+
+
+def test_a_warm_up_that_fails_is_what_each_call_raises(caplog):
+    class Cold(Staged):
+        def warmup(self):
+            raise OSError("too cold")
+
+    model = Cold()
+    with LocalClient(model, max_delay=0) as client:
+        for call in (lambda: client.predict(1), client.ping):
+            with pytest.raises(ModelError, match="OSError: too cold"):
+                call()
+        client._engine._thread.join(PATIENCE)
+    assert model.calls == ["close"]
+
+
+def test_an_async_model_is_called_as_any_other():
+    class Later:
+        async def warmup(self):
+            await asyncio.sleep(0)
+
+        async def predict(self, inputs):
+            await asyncio.sleep(0)
+            return [2 * x for x in inputs]
+
+    async def load():
+        return Later()
+
+    with LocalClient(load, max_delay=0) as client:
+        assert client.predict_many([1, 2]) == [2, 4]
+
+
+async def test_after_a_device_is_lost_each_call_says_that_the_process_must_be_restarted(gate, monkeypatch, caplog):
+    class Lost(PlainDevice):
+        def is_lost(self, error):
+            return "sticky" in str(error)
+
+    monkeypatch.setattr("batchq.calls.open_device", Lost)
+
+    def load():
+        def predict(inputs):
+            gate.predict(inputs)
+            if "bad" in inputs:
+                raise RuntimeError("sticky")
+            return inputs
+
+        return predict
+
+    client = AsyncLocalClient(load, max_batch_size=2, max_delay=60, device="cuda:7")
+    running = [asyncio.create_task(client.predict(value)) for value in (1, "bad")]
+    await asyncio.sleep(0)
+    await asyncio.to_thread(gate.await_batch)
+    waiting = asyncio.create_task(client.predict(3))
+    await asyncio.sleep(0)
+    gate.let(1)
+    errors = await asyncio.gather(*running, waiting, return_exceptions=True)
+    for call in (lambda: client.predict(4), client.ping, client.stats):
+        with pytest.raises(ModelError) as caught:
+            await call()
+        errors.append(caught.value)
+    for error in errors:
+        assert (type(error), error.error_type) == (ModelError, "RuntimeError")
+        assert str(error).startswith("cuda:7") and str(error).endswith("restart this process")
+    assert len(set(map(id, errors))) == 6
+    await client.aclose()
+    assert gate.batches == [[1, "bad"]]
 
 
 def test_a_misspelt_model_argument_is_told_when_the_client_is_built():
@@ -949,6 +1408,25 @@ async def test_a_batched_function_can_be_awaited():
 
     assert await asyncio.gather(*(add_one.aio(n, priority="high") for n in range(4))) == [1, 2, 3, 4]
     add_one.close()
+
+
+def test_a_batched_function_takes_keys_and_costs():
+    batches = []
+
+    @batched(max_delay=60, max_batch_cost=4, padded=True)
+    def note(inputs):
+        batches.append(inputs)
+        return inputs
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = [threads.submit(note, n, batch_key=n % 2, cost=2) for n in range(4)]
+        assert [answer.result(PATIENCE) for answer in answers] == [0, 1, 2, 3]
+    assert sorted(map(sorted, batches)) == [[0, 2], [1, 3]]
+    assert list(note.map([5, 6], batch_key="k", cost=2)) == [5, 6]
+    assert asyncio.run(note.aio(7, batch_key="k", cost=4)) == 7
+    with pytest.raises(RequestError):
+        note(8, cost=5)
+    note.close()
 
 
 def test_batched_says_what_it_cannot_decorate():

@@ -8,7 +8,7 @@ import re
 import secrets
 import socket
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from batchq.config import (
     DEFAULT_BATCH_TIMEOUT,
@@ -26,6 +26,10 @@ from batchq.config import (
 )
 from batchq.errors import ConfigError
 from batchq.keys import check_queue_name
+from batchq_workers.devices import DEFAULT_DEVICE, parse_devices
+
+MAX_PROCESSES: Final = 64
+"""Processes that may share a device."""
 
 
 def new_worker_name() -> str:
@@ -38,10 +42,11 @@ def new_worker_name() -> str:
 class WorkerConfig:
     """What ``batchq worker`` is told.
 
-    ``model``: ``module:function``. ``model_args``: keyword arguments for it. ``policy``: what this worker wants the queue's settings to
-    be. ``lease``: seconds after which others take over the batches of a machine that has vanished, 1 to 600. ``batch_timeout``: seconds
-    that a batch may run before its child is killed, 1 to 86,400. ``drain_timeout``: seconds that a batch may still run after SIGTERM, 0
-    to 3,600. ``max_payload``: bytes of one request or answer.
+    ``model``: ``module:function``. ``model_args``: keyword arguments for it. ``device``: where it runs, as ``devices.parse_devices`` reads
+    it. ``processes_per_device``: children on each device, 1 to 64, each with a model of its own. ``policy``: what this worker wants the
+    queue's settings to be. ``lease``: seconds after which others take over the batches of a machine that has vanished, 1 to 600.
+    ``batch_timeout``: seconds that a batch may run before its child is killed, 1 to 86,400. ``drain_timeout``: seconds that a batch may
+    still run after SIGTERM, 0 to 3,600. ``max_payload``: bytes of one request or answer.
     """
 
     url: str = field(default=DEFAULT_URL, repr=False)
@@ -49,7 +54,8 @@ class WorkerConfig:
     model: str = ""
     model_args: dict[str, Any] = field(default_factory=dict)
     app_dir: str = "."
-    device: str = "cpu"
+    device: str = DEFAULT_DEVICE
+    processes_per_device: int = 1
     policy: BatchPolicy = field(default_factory=BatchPolicy)
     lease: float = DEFAULT_LEASE
     batch_timeout: float = DEFAULT_BATCH_TIMEOUT
@@ -62,6 +68,8 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check_queue_name(self.queue)
+        parse_devices(self.device)
+        check_int("processes_per_device", self.processes_per_device, 1, MAX_PROCESSES, 1)
         check_number("lease", self.lease, 1, 600, DEFAULT_LEASE, " s")
         check_number("batch_timeout", self.batch_timeout, 1, 86_400, DEFAULT_BATCH_TIMEOUT, " s")
         check_number("drain_timeout", self.drain_timeout, 0, 3600, DEFAULT_DRAIN_TIMEOUT, " s")

@@ -13,19 +13,22 @@ import logging
 import os
 import random
 import select
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final
 
 from batchq import commands
 from batchq.commands import Answers, Taken
+from batchq.device import DeviceLostError
 from batchq.errors import BackendUnavailableError
 from batchq.keys import Keys
-from batchq.model import Model
+from batchq.model import Model, Output, Prepared
 from batchq.policy import DEADLINE_MARGIN, Cap, RunTime
 from batchq.store import Endpoint, Link, LinkLostError, OutOfMemory, retry_delay
-from batchq_workers.batches import Batch, decode, encode
+from batchq_workers.batches import Batch, Decoder, encode
 from batchq_workers.board import Board, batch_name
 from batchq_workers.config import WorkerConfig
 
@@ -37,6 +40,8 @@ _ANSWER_WITHIN: Final = 5.0
 _OVERLAP_FROM: Final = 0.001
 """Seconds a batch from which on a second thread pays: handing over to it costs about a tenth of that."""
 _PREFETCH_TRIES: Final = 4
+_REGROUPS_IN_A_ROW: Final = 8
+"""Takes that only regroup before a batch that is overdue, but not full, has its turn."""
 _UNBLOCK_AGAIN: Final = 0.001
 """Seconds after which to end a wait once more that Redis did not know of yet."""
 _NATIVE_FROM: Final = 2048
@@ -62,11 +67,21 @@ class Stop:
         select.select([] if self.requested else [self.fd], [], [], seconds)
 
 
+@dataclass(slots=True)
+class _Ran:
+    """A batch that has run; its replies, once they are encoded."""
+
+    batch: Batch
+    prepared: Prepared
+    output: Output
+    answers: Answers | None = None
+
+
 class Loop:
     """The loop of one child process."""
 
     def __init__(
-        self, config: WorkerConfig, child: int, board: Board, predict: Callable[[list[Any]], Any], stop: Stop
+        self, config: WorkerConfig, child: int, board: Board, model: Model, stop: Stop
     ) -> None:
         self._config = config
         self._child = child
@@ -74,13 +89,18 @@ class Loop:
         self._stop = stop
         self._endpoint = Endpoint(config.url)
         self._keys = Keys(config.queue)
-        self._model = Model(predict, on_error=self._log_model_error, on_out_of_memory=self._out_of_memory)
+        self._model = model
+        model.on_error, model.on_out_of_memory = self._log_model_error, self._out_of_memory
         policy = config.policy
+        budget = policy.max_batch_cost or 0
+        self._decoder = Decoder(model, config.max_payload, budget=budget, padded=policy.padded)
         self._options = commands.TakeOptions(
             worker=config.name,
             max_batch_size=policy.max_batch_size,
             max_delay_us=int(policy.max_delay * 1e6),
             lease_us=int(config.lease * 1e6),
+            max_batch_cost=budget,
+            padded=policy.padded,
         )
         self._run_time = RunTime()
         self._cap = Cap()
@@ -92,15 +112,19 @@ class Loop:
         self._free_name: str | None = None
         self._in_doubt: str | None = None
         self._unpublished: list[tuple[Batch, Answers]] = []
-        self._running: Batch | None = None
+        self._of_thread = threading.local()
+        """``batch``: the one whose run or answers this thread is about, for the log."""
         self._due_at: float | None = None
         self._solo_first = True
         self._native = False
+        self._native_size = policy.max_batch_size
+        self._regrouped = 0
+        """How many takes in a row were regrouped."""
 
     # --- the outer loop: whatever happens to Redis, go on ---
 
     def run(self) -> None:
-        """Work until told to stop."""
+        """Work until told to stop; raise DeviceLostError when only a new process can go on."""
         attempt = 0
         try:
             while not (self._stop.requested and not self._unpublished):
@@ -123,6 +147,11 @@ class Loop:
                     attempt += 1
                     self._stop.sleep(retry_delay(attempt, random.random))
             self._leave()
+        except DeviceLostError:
+            self._second.shutdown()  # it may be publishing
+            with contextlib.suppress(BackendUnavailableError):
+                self._publish_all()
+            raise
         finally:
             self._second.shutdown(wait=False, cancel_futures=True)
             for link in (self._main, self._side):
@@ -153,6 +182,11 @@ class Loop:
 
     def _take(self, name: str, form: str, *, prefetch: bool = False) -> commands.Call[Taken]:
         limit = self._options.max_batch_size
+        if form == "native" and self._options.max_batch_cost:
+            limit = min(limit, self._native_size)
+        regroups = ""
+        if self._model.classifies:  # what is due must not wait for ever for what comes in
+            regroups = "first" if self._regrouped < _REGROUPS_IN_A_ROW else "last"
         return commands.take(
             self._keys,
             self._options,
@@ -163,6 +197,7 @@ class Loop:
             form=form,
             solo_first=self._solo_first,
             prefetch=prefetch,
+            regroups=regroups,
         )
 
     def _next(self) -> Batch | None:
@@ -236,8 +271,6 @@ class Loop:
         requests = taken.requests
         if requests is None:
             requests = link.call(commands.fetch_batch(self._keys, name))
-        self._free_name = None
-        self._in_doubt = None
         if len(requests) != len(taken.raw_heads):
             log.error(
                 "a batch has %d requests and %d heads: given back",
@@ -245,20 +278,35 @@ class Loop:
                 len(taken.raw_heads),
                 extra={"batch": name},
             )
-            link.call(commands.release(self._keys, name))
+            self._give_back(link, commands.release(self._keys, name))
             return None
         self._solo_first = taken.kind != "solo"
         self._native = sum(map(len, requests)) >= _NATIVE_FROM * len(requests)
+        # with a budget a batch may hold fewer than LMOVEs are sent for; what these take too much has to be moved back
+        self._native_size = 2 * len(requests) if len(requests) >= self._native_size else len(requests) + 2
         if self._stop.requested:
-            link.call(commands.release(self._keys, name))
+            self._give_back(link, commands.release(self._keys, name))
             return None
-        return decode(name, taken, requests, self._config.max_payload)
+        batch = self._decoder.decode(name, taken, requests)
+        if batch.places:
+            self._regrouped += 1
+            self._give_back(link, commands.regroup(self._keys, name, batch.places, front=batch.to_front))
+            return None
+        self._regrouped = 0
+        self._free_name = None
+        self._in_doubt = None
+        return batch
+
+    def _give_back(self, link: Link, call: commands.Call[int]) -> None:
+        """Hand back what was taken. Its name is used again, so that the parent, who renews the newest few, goes on with what runs."""
+        link.call(call)
+        self._in_doubt = None
 
     # --- running and answering ---
 
     def _work(self, batch: Batch) -> None:
         """Run a batch, and those behind it as long as they come in time; the last one's answers leave with the next round."""
-        published: Future[None] | None = None
+        behind: Future[_Ran | None] | None = None
         following: Batch | None = batch
         while following is not None:
             batch = following
@@ -268,52 +316,92 @@ class Loop:
             def is_over() -> bool:
                 return over  # noqa: B023 - reads this round's value on purpose
 
-            if (
-                batch.pending >= self._options.max_batch_size
-                and self._run_time.seconds > _OVERLAP_FROM
-                and not self._stop.requested
-            ):
+            if self._is_worth_overlap(batch):
                 ahead = self._second.submit(self._prefetch, is_over)
-            # encoded before the model runs again: it may give out the same buffers with the next batch's answers
-            answers = encode(batch, self._run(batch), self._config.max_payload)
-            over = True
-            if published is not None:
-                published.result()
-                published = None
-            following = ahead.result() if ahead is not None else None
-            if following is None:
-                self._unpublished.append((batch, answers))
-            elif self._stop.requested:
-                self._unpublished.append((batch, answers))
-                self._side_link().call(commands.release(self._keys, following.name))
+            try:
+                ran = self._run(batch)
+                over = True
+                self._settle(behind)
+                following = ahead.result() if ahead is not None else None
+                if following is None or self._stop.requested:
+                    self._unpublished.append((batch, self._encoded(ran)))
+                else:
+                    behind = self._second.submit(self._publish_behind, ran)
+            except DeviceLostError:
+                over = True
+                self._hand_back(ahead.result() if ahead is not None else None)
+                raise
+            if self._stop.requested:
+                self._hand_back(following)
                 following = None
-            else:
-                published = self._second.submit(self._publish_behind, batch, answers)
 
-    def _run(self, batch: Batch) -> list[Any]:
+    def _hand_back(self, batch: Batch | None) -> None:
+        """Hand a batch back that was fetched and not begun."""
+        if batch is not None:
+            self._side_link().call(commands.release(self._keys, batch.name))
+
+    def _is_worth_overlap(self, batch: Batch) -> bool:
+        """Tell whether to fetch while this batch runs: if as many wait as make another one, or what waits has to be regrouped."""
+        if self._stop.requested or self._run_time.seconds <= _OVERLAP_FROM:
+            return False
+        if self._model.classifies:
+            return batch.pending > 0
+        enough = len(batch.requests) if self._options.max_batch_cost else self._options.max_batch_size
+        return batch.pending >= enough
+
+    def _run(self, batch: Batch) -> _Ran:
+        """Run the model on a batch. Its answers are encoded at once, unless they stay as they are while the model runs again."""
         if not batch.requests:
-            return []
-        self._running = batch
+            prepared = self._prepare(batch)
+            return _Ran(batch, prepared, Output(prepared), encode(batch, [], self._config.max_payload))
+        self._of_thread.batch = batch
         self._board.set("run_started", time.monotonic())
         started = time.perf_counter()
-        outcomes = self._model.run(batch.values, batch.again)
+        prepared = batch.prepared or self._prepare(batch)
+        ran = _Ran(batch, prepared, self._model.predict(prepared))
+        batch.prepared = None  # the inputs' memory, as soon as it is not needed
+        if not ran.output.detached:
+            self._encoded(ran)
         seconds = time.perf_counter() - started
         self._board.set("run_started", 0)
-        self._running = None
         self._run_time.ran(seconds)
         self._board.add("batches", 1)
         self._board.add("requests", len(batch.requests))
         self._board.add("run_seconds", seconds)
         self._board.add("wait_seconds", batch.waited)
-        return outcomes
+        return ran
+
+    def _prepare(self, batch: Batch) -> Prepared:
+        return self._model.prepare(batch.values, batch.context if self._model.wants_context else None)
+
+    def _encoded(self, ran: _Ran) -> Answers:
+        """Return the replies to a batch that has run; on the model's thread, where one that failed is run again in parts."""
+        if ran.answers is None:
+            self._of_thread.batch = ran.batch
+            outcomes = self._model.answers(ran.output)
+            if outcomes is None:
+                self._board.set("run_started", time.monotonic())
+                outcomes = self._model.rescue(ran.prepared, ran.output, ran.batch.again)
+                self._board.set("run_started", 0)
+            ran.answers = encode(ran.batch, outcomes, self._config.max_payload)
+        return ran.answers
+
+    def _settle(self, behind: Future[_Ran | None] | None) -> None:
+        """Wait until the batch before is published; if its answers could not be told apart, run it again in parts."""
+        failed = behind.result() if behind is not None else None
+        if failed is not None:
+            self._unpublished.append((failed.batch, self._encoded(failed)))
+            with contextlib.suppress(BackendUnavailableError):  # what is left is published in the next round
+                self._publish_all()
 
     def _prefetch(self, is_over: Callable[[], bool]) -> Batch | None:
         """On the second thread, while the model runs: take the next batch, if it is full and nobody idle waits for it."""
-        for attempt in range(_PREFETCH_TRIES):
-            if attempt:
+        tries = 0
+        while tries < _PREFETCH_TRIES:
+            if tries:
                 time.sleep(min(0.05, self._run_time.seconds / _PREFETCH_TRIES))
-                if is_over() or self._stop.requested:
-                    return None
+            if (tries or self._regrouped) and (is_over() or self._stop.requested):
+                return None
             name = self._new_name()
             try:
                 link = self._side_link()
@@ -323,18 +411,31 @@ class Loop:
                 except OutOfMemory:
                     taken = link.call(self._take(name, "force", prefetch=True))
                 if taken.outcome in ("batch", "bulk"):
-                    return self._received(link, name, taken, prefetch=True)
+                    batch = self._received(link, name, taken, prefetch=True)
+                    if batch is None:  # regrouped: maybe one is full now
+                        continue
+                    if batch.requests:
+                        batch.prepared = self._prepare(batch)
+                    return batch
                 self._in_doubt = None
+                tries += 1
             except BackendUnavailableError:
                 return None  # the main thread will see for itself
         return None
 
-    def _publish_behind(self, batch: Batch, answers: Answers) -> None:
-        """On the second thread: answer a batch while the model runs the next."""
+    def _publish_behind(self, ran: _Ran) -> _Ran | None:
+        """On the second thread: answer a batch while the model runs the next; return it if it has to be run again."""
+        if ran.answers is None:
+            self._of_thread.batch = ran.batch
+            outcomes = self._model.answers(ran.output)
+            if outcomes is None:
+                return ran
+            ran.answers = encode(ran.batch, outcomes, self._config.max_payload)
         try:
-            self._publish(self._side_link(), batch, answers)
+            self._publish(self._side_link(), ran.batch, ran.answers)
         except BackendUnavailableError:
-            self._unpublished.append((batch, answers))
+            self._unpublished.append((ran.batch, ran.answers))
+        return None
 
     def _published(self, link: Link, side: Link, finish: commands.Call[bool], answers: list[Any]) -> None:
         """Read what became of the replies that left in front of a take."""
@@ -388,12 +489,12 @@ class Loop:
     # --- the model's troubles ---
 
     def _log_model_error(self, error: Exception, indices: Sequence[int]) -> None:
-        batch = self._running
-        ids = [batch.requests[index].id.hex() for index in indices] if batch is not None else []
+        batch: Batch = self._of_thread.batch
+        ids = [batch.requests[index].id.hex() for index in indices]
         log.error(
             "the model failed for %d of a batch of %d",
             len(ids),
-            len(batch.requests) if batch else 0,
+            len(batch.requests),
             exc_info=error,
             extra={"request_ids": ",".join(ids)},
         )

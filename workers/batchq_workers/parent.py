@@ -1,111 +1,69 @@
-"""The parent: supervises the child that runs the model, and speaks for it to Redis.
+"""The parent: supervises the children that run the model, and speaks for them to Redis.
 
-It renews the leases of the child's batches, so that a model that holds the GIL cannot lose them; reports that the worker is alive; ends a
+It renews the leases of their batches, so that a model that holds the GIL cannot lose them; reports that the worker is alive; ends a
 batch that runs too long; hands a dead child's batches on at once, and those of machines that have vanished once their leases are over.
-It imports no model and no torch.
+It imports no model and no torch, and opens no GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import random
 import select
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
-from batchq import commands, wire
-from batchq.commands import Answers
-from batchq.config import BatchPolicy
-from batchq.errors import BackendAuthError, BackendUnavailableError, BatchqError, WorkerLostError
+from batchq import commands
+from batchq.errors import BackendAuthError, BackendUnavailableError, ConfigError
 from batchq.keys import Keys
-from batchq.store import Endpoint, Link, OutOfMemory, retry_delay
-from batchq_workers.batches import dead_letter
-from batchq_workers.board import Board, held, worker_of
-from batchq_workers.child import EXIT_MODEL
+from batchq.store import Endpoint, Link, retry_delay
+from batchq_workers import recovery
+from batchq_workers.child import EXIT_DEVICE, EXIT_MODEL
 from batchq_workers.config import WorkerConfig
+from batchq_workers.cpus import usable_cpus
+from batchq_workers.devices import child_environment, find
+from batchq_workers.joining import RefusedStartError, join, queue_config
+from batchq_workers.report import REPORT_EVERY, Means, report_text
+from batchq_workers.slots import Ended, Slot
+
+__all__ = ["Parent", "RefusedStartError"]
 
 log = logging.getLogger("batchq.worker")
 
 EXIT_OK: Final = 0
+EXIT_USAGE: Final = 2
+"""A device that was asked for does not exist."""
 EXIT_REDIS: Final = 4
 """Redis refuses the password or the user."""
 EXIT_REFUSED: Final = 5
 """This worker must not join: another model on the queue, or a Redis that may evict keys."""
 
-# Not -m: that would put the working directory first on sys.path, and a user's redis.py in place of ours.
-_CHILD: Final = "import sys; sys.path[:] = [p for p in sys.path if p]; from batchq_workers.child import main; sys.exit(main())"
-
-REPORT_EVERY: Final = 1.0
-_STALLED: Final = 60.0
-"""A child that neither runs a batch nor makes a round for this many seconds is killed."""
-
-
-class RefusedStartError(BatchqError):
-    """The worker must not start; the message says why."""
-
-    code = "config.start"
-
-
-class _Child:
-    """One child process and the board that it shares."""
-
-    def __init__(self, config: WorkerConfig, number: int) -> None:
-        self.number = number
-        self.started = time.monotonic()
-        self.board, fd = Board.create()
-        try:
-            self.process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-c", _CHILD],
-                stdin=subprocess.PIPE,
-                pass_fds=[fd],
-            )
-        finally:
-            os.close(fd)
-        stdin = self.process.stdin
-        if stdin is not None:
-            line = json.dumps({"config": config.dump(), "child": number, "board": fd})
-            with contextlib.suppress(BrokenPipeError):  # it died at once: its exit code says more
-                stdin.write(line.encode() + b"\n")
-                stdin.flush()
-        self.round = -1.0
-        self.round_seen = self.started
-
-    def stalled(self, now: float) -> bool:
-        """Tell whether it makes no progress though no batch runs."""
-        current = self.board.get("round")
-        if current != self.round or self.board.get("run_started") or not self.board.get("ready"):
-            self.round, self.round_seen = current, now
-        return now - self.round_seen > _STALLED
-
-    def close(self) -> None:
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        self.board.close()
+LOAD_TRIES: Final = 5
+"""Loads in a row that fail, in every slot, before a worker that was ready once gives up."""
 
 
 class Parent:
     """Runs ``batchq worker``."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._wanted = config
         self._config = config
         self._keys = Keys(config.queue)
         self._endpoint = Endpoint(config.url)
         self._link: Link | None = None
-        self._child: _Child | None = None
+        self._slots: list[Slot] = []
+        self._states: list[str] = []
+        """Of the slots, as they were last seen."""
         self._children = 0
-        self._restart_at = 0.0
-        self._failures = 0
         self._was_ready = False
+        self._means = Means(time.monotonic())
         self._signals = 0
+        self._code = EXIT_OK
+        """Above 0: the worker ends of itself, with this exit code."""
         self._kill_at: float | None = None
         self._expired: dict[str, str] = {}
         self._orphans: dict[str, bool] = {}
@@ -114,8 +72,7 @@ class Parent:
         self._attempt = 0
         self._next_try = 0.0
         self._next_report = 0.0
-        self._last = (0.0, 0.0, 0.0, 0.0, 0.0)
-        self._means = (0.0, 0.0, 0.0, 0.0)
+        self._next_renewal = 0.0
 
     # --- the loop ---
 
@@ -125,35 +82,31 @@ class Parent:
             code = self._start(wake)
             if code is not None:
                 return code
-            next_renewal = 0.0
             while True:
                 now = time.monotonic()
-                code = self._look_after_child(now)
-                if code is not None:
+                if self._look_after_children(now):
                     self._say_goodbye()
-                    return code
-                due = self._orphans or now >= min(self._next_report, next_renewal)
+                    return self._code
+                due = self._orphans or now >= min(self._next_report, self._next_renewal)
                 if due and now >= self._next_try:  # not a word to Redis says nothing about it
                     with self._redis():
-                        if now >= next_renewal:
-                            next_renewal = now + self._config.lease / 3
+                        if now >= self._next_renewal:
+                            self._next_renewal = now + self._config.lease / 3
                             self._renew()
                         if now >= self._next_report:
                             self._next_report = now + REPORT_EVERY
                             self._report()
-                        if (
-                            self._orphans
-                        ):  # last: at maxmemory it may fail for a while, and the others must not wait for it
-                            self._hand_on()
-                soon = (
-                    self._kill_at is not None
-                    or self._orphans
-                    or (self._child is not None and not self._child.board.get("ready"))
-                )
-                timeout = 0.05 if soon else min(self._next_report, next_renewal) - time.monotonic()
-                select.select([wake], [], [], max(0.01, min(timeout, REPORT_EVERY)))
+                        self._hand_on()  # last: at maxmemory it may fail for a while, and the others must not wait for it
+                select.select([wake], [], [], max(0.01, min(self._pause(), REPORT_EVERY)))
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 512)
+
+    def _pause(self) -> float:
+        """Return for how many seconds nothing is to be done, unless a signal comes."""
+        if self._kill_at is not None or self._orphans or "loading" in self._states:
+            return 0.05
+        speak_at = max(self._next_try, min(self._next_report, self._next_renewal))
+        return min([speak_at, *(slot.restart_at for slot in self._slots if slot.empty)]) - time.monotonic()
 
     @contextlib.contextmanager
     def _wake_up_on_signals(self) -> Iterator[int]:
@@ -205,290 +158,165 @@ class Parent:
     # --- the start ---
 
     def _start(self, wake: int) -> int | None:
-        """Register with the queue; an exit code if that ends it."""
-        waiting = False
-        attempt = 0
-        while True:
-            try:
-                self._register()
-            except BackendAuthError as error:
-                log.error("%s", error)
-                return EXIT_REDIS
-            except RefusedStartError as error:
-                log.error("%s", error)
-                return EXIT_REFUSED
-            except BackendUnavailableError as error:
-                if not waiting:
-                    log.warning("waiting for Redis: %s", error)
-                waiting = True
-                attempt += 1
-                select.select([wake], [], [], retry_delay(attempt, random.random))
-                if self._signals:
-                    return EXIT_OK
-            else:
-                break
+        """Find the devices and join the queue; an exit code if that ends it."""
+        try:
+            self._make_slots(find(self._config.device, os.environ, lambda: self._signals > 0))
+            self._join(wake)
+        except ConfigError as error:
+            log.error("%s", error)
+            return EXIT_USAGE
+        except BackendAuthError as error:
+            log.error("%s", error)
+            return EXIT_REDIS
+        except RefusedStartError as error:
+            log.error("%s", error)
+            return EXIT_REFUSED
+        if self._signals:
+            return EXIT_OK
         policy = self._config.policy
         log.info(
             "worker %s serves queue %s of %s", self._config.name, self._config.queue, self._config.shown_url,
-            extra={"model": self._config.model, "max_batch_size": policy.max_batch_size, "max_delay": policy.max_delay},
+            extra={
+                "model": self._config.model, "devices": ",".join(slot.device for slot in self._slots),
+                "max_batch_size": policy.max_batch_size, "max_delay": policy.max_delay,
+            },
         )  # fmt: skip
         return None
 
-    def _register(self) -> None:
-        link = self._connected()
-        self._check_eviction(link)
-        policy = self._wanted.policy
-        wanted = {
-            "max_batch_size": policy.max_batch_size,
-            "max_delay_us": int(policy.max_delay * 1e6),
-            "capacity": policy.capacity,
-            "capacity_bytes": policy.capacity_bytes,
-        }
-        reported = link.call(
-            commands.report(self._keys, self._config.name, self._report_text("loading"), wanted)
-        )
-        for name, text in reported.others.items():
-            other = json.loads(text).get("model")
-            if other != self._config.model and not self._config.allow_mixed:
-                link.call(commands.report(self._keys, self._config.name, ""))
-                raise RefusedStartError(
-                    f"worker {name} serves queue {self._config.queue!r} with --model {other}, this one has {self._config.model}: callers "
-                    f"would get either's answers. Use another --queue, or --allow-mixed if they are the same to callers"
-                )
-        different = {
-            name: (value, reported.config[name])
-            for name, value in wanted.items()
-            if reported.config.get(name, value) != value
-        }
-        for name, (mine, holds) in different.items():
-            log.warning(
-                "%s=%d holds for queue %s, set by a worker that is alive; not %d as given here",
-                name,
-                holds,
-                self._keys.queue,
-                mine,
-            )
-        if different:
-            config = reported.config
-            self._adopt(
-                BatchPolicy(
-                    max_batch_size=config["max_batch_size"],
-                    max_delay=config["max_delay_us"] / 1e6,
-                    capacity=config["capacity"],
-                    capacity_bytes=config["capacity_bytes"],
-                )
-            )
-        link.call(commands.touch_queue(self._keys, time.time()))
+    def _make_slots(self, devices: Sequence[str]) -> None:
+        names = [name for name in devices for _ in range(self._config.processes_per_device)]
+        threads = max(1, usable_cpus() // max(1, len(names)))  # children must not fight for the CPUs
+        self._slots = [Slot(name, child_environment(name, devices, threads, os.environ)) for name in names]
+        self._states = [slot.state for slot in self._slots]
 
-    def _adopt(self, policy: BatchPolicy) -> None:
-        fields = WorkerConfig.load(self._wanted.dump())
-        self._config = type(fields)(
-            **{name: getattr(fields, name) for name in fields.__slots__} | {"policy": policy}
-        )
-
-    def _check_eviction(self, link: Link) -> None:
-        try:
-            info = link.call(commands.call(b"INFO", b"memory"))
-        except (BackendAuthError, BackendUnavailableError) as error:
-            if link.broken:
+    def _join(self, wake: int) -> None:
+        """Join the queue as soon as Redis is there, or return once told to stop."""
+        attempt = 0
+        while not self._signals:
+            try:
+                link = self._connected()
+                policy = join(link, self._keys, self._config, self._report_text(), self._endpoint.name)
+                link.call(commands.touch_queue(self._keys, time.time()))
+            except BackendAuthError:
                 raise
-            log.warning(
-                "cannot check that Redis does not evict keys (maxmemory-policy must be noeviction): %s", error
-            )
-            return
-        fields = dict(line.split(":", 1) for line in info.decode().split("\r\n") if ":" in line)
-        policy = fields.get("maxmemory_policy", "noeviction")
-        if policy != "noeviction":
-            raise RefusedStartError(
-                f"Redis at {self._endpoint.name} has maxmemory-policy {policy} and may evict requests: set it to noeviction"
-            )
+            except BackendUnavailableError as error:
+                if not attempt:
+                    log.warning("waiting for Redis: %s", error)
+                attempt += 1
+                select.select([wake], [], [], retry_delay(attempt, random.random))
+            else:
+                self._config = replace(self._config, policy=policy)
+                return
 
-    # --- the child ---
+    # --- the children ---
 
-    def _look_after_child(self, now: float) -> int | None:
-        """Start, watch and end the child; an exit code once all is over."""
-        child = self._child
-        if child is None:
-            if self._signals:
-                return EXIT_OK if not self._orphans or self._down_since is not None else None
-            if now >= self._restart_at:
+    @property
+    def _ending(self) -> bool:
+        return bool(self._signals or self._code)
+
+    def _look_after_children(self, now: float) -> bool:
+        """Start, watch and end the children; True once all is over."""
+        if self._ending:
+            self._drain(now)
+        for slot in self._slots:
+            if not slot.empty:
+                ended = slot.watch(now)
+                if ended is not None:
+                    self._child_ended(slot, ended)
+            elif not self._ending and now >= slot.restart_at:
                 self._children += 1
-                self._child = _Child(self._config, self._children)
-            return None
-        code = child.process.poll()
-        if code is not None:
-            return self._child_ended(child, code, now)
-        if child.board.get("ready") and not self._was_ready:
-            self._was_ready = True
-            self._next_report = now  # whoever waits for this worker need not wait for a second
-            log.info("ready")
-        if self._signals and self._kill_at is None:
-            log.info(
-                "draining: no new batches, at most %g s for the one that runs", self._config.drain_timeout
-            )
-            self._kill_at = now + self._config.drain_timeout
-            child.process.send_signal(signal.SIGTERM)
-        elif self._kill_at is not None and (self._signals > 1 or now >= self._kill_at):
-            log.warning("not done in time: the batch goes back to the queue")
-            child.process.kill()
-        running_since = child.board.get("run_started")
-        if running_since and now - running_since > self._config.batch_timeout:
-            log.error("a batch runs for more than %g s: the child is killed", self._config.batch_timeout)
-            child.process.kill()
-        elif child.stalled(now):
-            log.error("the child makes no progress for %g s: it is killed", _STALLED)
-            child.process.kill()
-        return None
+                slot.start(self._config, self._children)
+        self._note_states(now)
+        if not self._ending or not all(slot.empty for slot in self._slots):
+            return False
+        return not self._orphans or self._down_since is not None
 
-    def _child_ended(self, child: _Child, code: int, now: float) -> int | None:
-        unharmed = self._kill_at is not None
-        was_ready = bool(child.board.get("ready"))
-        self._orphans.update(dict.fromkeys(held(child.board, self._config.name, child.number), unharmed))
-        self._collect(child)
-        child.close()
-        self._child = None
-        self._last = (0.0, 0.0, 0.0, 0.0, 0.0)
-        if self._signals:
-            return None
-        if code == EXIT_MODEL and not self._was_ready:
-            return EXIT_MODEL
-        lived = now - child.started
-        # One whose model was loaded has died of a request, or was killed: others wait behind it, and loading itself takes its time.
-        self._failures = 0 if was_ready else self._failures + 1
-        delay = 0.0 if self._failures <= 1 else min(30.0, 0.5 * 2 ** (self._failures - 2))
-        self._restart_at = now + delay
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    def _drain(self, now: float) -> None:
+        if self._kill_at is None:
+            if not self._code:
+                log.info(
+                    "draining: no new batches, at most %g s for those that run", self._config.drain_timeout
+                )
+            self._kill_at = now + self._config.drain_timeout
+            for slot in self._slots:
+                slot.drain()
+        if self._code or self._signals > 1 or now >= self._kill_at:
+            for slot in self._slots:
+                if slot.hand_back() and not self._code:
+                    log.warning("not done in time: what runs goes back to the queue", extra=slot.label)
+
+    def _note_states(self, now: float) -> None:
+        """Tell the log and Redis of what has changed: whoever waits for this worker need not wait for the next report."""
+        states = [slot.state for slot in self._slots]
+        if states == self._states:
+            return
+        for slot, before, state in zip(self._slots, self._states, states, strict=True):
+            if state == "ready" and before != "ready":
+                self._was_ready = True
+                log.info("ready", extra=slot.label)
+        self._states, self._next_report = states, now
+
+    def _child_ended(self, slot: Slot, ended: Ended) -> None:
+        self._orphans.update(dict.fromkeys(ended.held, ended.unharmed))
+        self._was_ready |= ended.loaded or any(slot.state == "ready" for slot in self._slots)
+        if ended.unharmed or self._code:
+            return
+        if ended.code == EXIT_MODEL and not self._was_ready:  # it has said why
+            self._code = EXIT_MODEL
+            return
+        what = "the child has lost its device" if ended.code == EXIT_DEVICE else "the child died"
+        pause = max(0.0, slot.restart_at - time.monotonic())
         log.error(
-            "the child died (%s) after %.1f s; its batches are handed on, it is restarted in %g s",
-            how,
-            lived,
-            delay,
-        )
-        return None
+            "%s (%s) after %.1f s; its batches are handed on%s", what, ended.how, ended.lived,
+            "" if self._signals else f", it is restarted in {pause:.2g} s", extra=slot.label,
+        )  # fmt: skip
+        if all(slot.failures >= LOAD_TRIES for slot in self._slots) and not self._signals:
+            log.error("loading the model has failed %d times in a row: the worker ends", slot.failures)
+            self._code = EXIT_MODEL
 
     # --- what it says to Redis ---
 
     def _renew(self) -> None:
-        child = self._child
-        mine = held(child.board, self._config.name, child.number) if child is not None else []
-        expired = self._connected().call(commands.renew(self._keys, mine, int(self._config.lease * 1e6)))
+        mine = [batch for slot in self._slots for batch in slot.held()]
+        link = self._connected()
+        expired = link.call(commands.renew(self._keys, mine, int(self._config.lease * 1e6)))
         for batch, end in expired.items():
             if self._expired.get(batch) == end:  # seen at the last look as well
                 log.warning("batch %s was left behind by a worker that has vanished", batch)
-                self._recover(batch, end)
+                recovery.recover(link, self._keys, batch, lease=self._config.lease, seen_end=end)
         self._expired = expired
 
     def _hand_on(self) -> None:
-        """Hand on the batches of a child that is dead."""
+        """Hand on the batches of children that are dead."""
         for batch, unharmed in list(self._orphans.items()):
             if unharmed:
-                count = self._connected().call(commands.release(self._keys, batch))
-                if count:
-                    log.info("%d requests went back to the queue", count, extra={"batch": batch})
+                recovery.release(self._connected(), self._keys, batch)
             else:
-                self._recover(batch, "")
+                recovery.recover(self._connected(), self._keys, batch, lease=self._config.lease)
             del self._orphans[batch]
 
-    def _recover(self, batch: str, seen_end: str) -> None:
-        link = self._connected()
-        recovered = link.call(
-            commands.recover(
-                self._keys,
-                batch,
-                seen_end=seen_end,
-                dead_worker=worker_of(batch),
-                lease_us=int(self._config.lease * 1e6),
-            )
-        )
-        if recovered.outcome == "moved":
-            log.warning(
-                "%d requests are run again, one at a time", recovered.requests, extra={"batch": batch}
-            )
-        elif recovered.outcome == "dead":
-            self._bury(link, batch, recovered)
-
-    def _bury(self, link: Link, batch: str, recovered: commands.Recovered) -> None:
-        """Answer a request that has killed its workers, and keep it as a dead letter."""
-        reason = f"killed its worker {commands.MAX_SOLO_DEATHS} times while it ran alone"
-        streams: dict[str, list[bytes]] = {}
-        own: list[tuple[bytes, int, bytes]] = []
-        letters = []
-        for data in link.call(commands.fetch_batch(self._keys, batch)):
-            letters.append(dead_letter(reason, data, recovered.head))
-            try:
-                request_id, reply = wire.read_address(data)
-            except wire.BadRequestError:
-                continue
-            error = wire.encode_error(
-                request_id, WorkerLostError(f"the request {reason}; it is in the dead letters")
-            )
-            if isinstance(reply, str):
-                streams.setdefault(reply, []).append(error)
-            else:
-                own.append((request_id, reply, error))
-            log.error("request %s is dead: it %s", request_id.hex(), reason)
-        answers = Answers(streams, own, len(letters), len(letters))
-        try:
-            link.call(commands.bury(self._keys, batch, letters, answers))
-        except OutOfMemory:  # the caller's answer before the letter
-            link.call(commands.finish_at_maxmemory(self._keys, batch, answers))
-            log.error("Redis is at maxmemory: no dead letter is kept", extra={"batch": batch})
-
-    def _collect(self, child: _Child) -> None:
-        """Bring the means that are reported up to date."""
-        board = child.board
-        current = (
-            time.monotonic(),
-            board.get("batches"),
-            board.get("requests"),
-            board.get("run_seconds"),
-            board.get("wait_seconds"),
-        )
-        seconds, batches, requests, run, wait = (
-            new - old for new, old in zip(current, self._last, strict=True)
-        )
-        if not self._last[0]:
-            seconds = time.monotonic() - child.started
-        if seconds >= REPORT_EVERY / 2:
-            self._last = current
-            size, mean_run, mean_wait, _ = self._means
-            if batches:
-                size, mean_run, mean_wait = requests / batches, run / batches, wait / batches
-            self._means = (size, mean_run, mean_wait, requests / seconds)
-
-    def _report_text(self, state: str) -> str:
-        size, run, wait, rate = self._means
-        return json.dumps(
-            {
-                "model": self._config.model,
-                "host": self._config.name.rsplit("-", 2)[0],
-                "state": state,
-                "batch_size": round(size, 2),
-                "run_seconds": round(run, 6),
-                "wait_seconds": round(wait, 6),
-                "rate": round(rate, 2),
-            }
+    def _report_text(self) -> str:
+        """Return a report: the worker is ready while one child is."""
+        state = "draining" if self._ending else "ready" if "ready" in self._states else "loading"
+        return report_text(
+            model=self._config.model,
+            host=self._config.name.rsplit("-", 2)[0],
+            state=state,
+            means=self._means,
+            children=[
+                (slot.number, slot.device, "ended" if self._ending and slot.empty else slot.state)
+                for slot in self._slots
+            ],
         )
 
     def _report(self) -> None:
-        if self._child is not None:
-            self._collect(self._child)
-        state = (
-            "draining"
-            if self._signals
-            else ("ready" if self._child and self._child.board.get("ready") else "loading")
-        )
+        self._means.add([slot.counts() for slot in self._slots], time.monotonic())
         link = self._connected()
-        reported = link.call(commands.report(self._keys, self._config.name, self._report_text(state)))
+        text = self._report_text()
+        reported = link.call(commands.report(self._keys, self._config.name, text))
         if not reported.config:  # Redis has lost it
-            policy = self._config.policy
-            config = {
-                "max_batch_size": policy.max_batch_size,
-                "max_delay_us": int(policy.max_delay * 1e6),
-                "capacity": policy.capacity,
-                "capacity_bytes": policy.capacity_bytes,
-            }
-            link.call(commands.report(self._keys, self._config.name, self._report_text(state), config))
+            config = queue_config(self._config.policy)
+            link.call(commands.report(self._keys, self._config.name, text, config))
             link.call(commands.touch_queue(self._keys, time.time()))
 
     def _say_goodbye(self) -> None:
