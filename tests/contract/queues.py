@@ -39,6 +39,7 @@ class Seed:
     attempts: int = 0
     died: tuple[str, float] | None = None
     """The worker that died with it, and how many seconds ago."""
+    cost: float | None = None
 
 
 class Queue:
@@ -167,9 +168,7 @@ class Queue:
             assert [head.size for head in heads] == [len(e) for e in elements]
             total += sum(head.size for head in heads)
             counts[lane] += len(heads)
-            more[group] = more.get(group, 0) + sum(
-                head.cost - 1 for head in heads if head.cost is not None
-            )
+            more[group] = more.get(group, 0) + sum(head.cost - 1 for head in heads if head.cost is not None)
             if heads:
                 indexes[lane][group] = heads[0].enqueued
         for lane, index in indexes.items():
@@ -239,15 +238,31 @@ class Queue:
         made = []
         for seed in seeds:
             [out] = outgoing(lane=seed.lane, size=seed.size, ttl_ms=seed.ttl_ms)
-            lane = "s" if seed.died is not None else seed.lane
+            lane, _, group = seed.lane.partition(":")
+            place = commands.Place(lane, group, seed.cost)
+            enqueued = now - int(seed.age * 1e6)
             head = (
-                f"{now - int(seed.age * 1e6)};{int(seed.timeout * 1e6)};{len(out.request)};{seed.attempts};{seed.lane};"
+                f"{enqueued};{int(seed.timeout * 1e6)};{len(out.request)};{seed.attempts};{place.field().decode()};"
                 f"{seed.ttl_ms};{out.id.hex()}"
             )
             if seed.died is not None:
                 head += f";{seed.died[0]};{now - int(seed.died[1] * 1e6)}"
-            self.raw("RPUSH", self.key(LISTS[lane][0]), out.request)
-            self.raw("RPUSH", self.key(LISTS[lane][1]), head)
+            requests, heads = (
+                [self.key(name) for name in LISTS["s"]]
+                if seed.died is not None
+                else [
+                    self.keys.requests_of(seed.lane),
+                    self.keys.requests_of(seed.lane).replace(b"requests", b"heads"),
+                ]
+            )
+            self.raw("RPUSH", requests, out.request)
+            self.raw("RPUSH", heads, head)
+            if seed.cost is not None:
+                self.raw("HINCRBYFLOAT", self.key("costs"), group, seed.cost - 1)
+            if group:
+                self.raw("ZADD", self.keys.groups[lane], "NX", enqueued, group)
+                self.raw("ZADD", self.key("full"), "NX", enqueued, group)  # a hint, where it is none
+                self.raw("HINCRBY", self.keys.counters, f"grouped_{lane}", 1)
             self.raw("HINCRBY", self.keys.counters, "pending_bytes", len(out.request))
             made.append(out.id)
         self.check()

@@ -115,7 +115,9 @@ def test_within_a_group_lanes_hold(queue: Queue) -> None:
     assert taken_ids(take(queue, over=True)) == [high, normal, low]
 
 
-def test_a_waiting_worker_is_woken_when_a_group_is_full_not_when_many_wait_in_different_ones(queue: Queue) -> None:
+def test_a_waiting_worker_is_woken_when_a_group_is_full_not_when_many_wait_in_different_ones(
+    queue: Queue,
+) -> None:
     configure(queue)
     put(queue, "n:sa")
     queue.drink_token()
@@ -367,9 +369,15 @@ _end = st.tuples(st.just("end"), st.sampled_from(["finish", "release", "recover"
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(steps=st.lists(st.one_of(_push, _take, _end), max_size=14), budget=st.sampled_from([0, 5]), padded=st.booleans())
+@given(
+    steps=st.lists(st.one_of(_push, _take, _end), max_size=14),
+    budget=st.sampled_from([0, 5]),
+    padded=st.booleans(),
+)
 def test_whatever_happens_nothing_is_lost_and_the_indexes_are_right(
     redis_url: str, steps: list[Any], budget: int, padded: bool
 ) -> None:

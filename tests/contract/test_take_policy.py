@@ -30,8 +30,10 @@ class Waiting:
     lane: str
     enqueued: float
     deadline: float
+    group: str = ""
+    cost: float | None = None
     size: int = 1
-    pending: bool = field(default=False)
+    pending: object = field(default=False)
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +49,33 @@ def fake_link() -> Iterator[Link]:
 # different moments must not decide. Stamps in the future by less than max_delay are as good as new.
 AGES = st.sampled_from([-30.0, -20.0, 15.0, 30.0, 75.0, 90.0, 120.0])
 REQUESTS = st.lists(st.tuples(st.sampled_from("hnl"), AGES, st.booleans()), max_size=14)
+# With groups all of what is in none or in the normal lane: which of two groups goes first where one has fresh high requests besides what
+# makes it due, take.lua decides without looking at each group.
+GROUPED = st.lists(
+    st.tuples(
+        st.sampled_from(["h", "n", "l", "n:sa", "n:sb", "n:sc"]),
+        AGES,
+        st.just(False),
+        st.sampled_from([None, 0.5, 1, 2, 3, 9]),
+    ),
+    max_size=16,
+)
+Row = tuple[str, float, bool] | tuple[str, float, bool, float | None]
 
 
 class Both:
     """The same pending requests on both sides."""
 
-    def __init__(self, link: Link, name: str, rows: list[tuple[str, float, bool]], most: int) -> None:
+    def __init__(
+        self,
+        link: Link,
+        name: str,
+        rows: list[Row],
+        most: int,
+        *,
+        budget: int | None = None,
+        padded: bool = False,
+    ) -> None:
         self.queue = Queue(link, name)
         for key in self.queue.dump():
             self.queue.raw("DEL", self.queue.key(key))
@@ -60,23 +83,31 @@ class Both:
         ordered = sorted(enumerate(rows), key=lambda row: (-row[1][1], row[0]))
         seeds, waiting = [], []
         base = 1000.0
-        for place, (_, (lane, age, late)) in enumerate(ordered):
+        for number, (_, (place, age, late, *cost)) in enumerate(ordered):
             late = late and age > 0  # a deadline before the enqueue time there is not
-            exact = age + (len(ordered) - place) * 0.002
+            exact = age + (len(ordered) - number) * 0.002
             # late: alive still, but not for as long as a run takes
             left = 4.0 if late else 3600.0
-            seeds.append(Seed(lane=lane, age=exact, timeout=exact + left))
-            waiting.append((lane, base - exact, base + left))
+            seeds.append(Seed(lane=place, age=exact, timeout=exact + left, cost=(cost or [None])[0]))
+            waiting.append((place[0], base - exact, base + left, place[2:], (cost or [None])[0]))
         self.now = base
         self.ids = self.queue.seed(*seeds)
+        self.lanes = dict(zip(self.ids, (row[0] for _, row in ordered), strict=True))
         self.late = {
-            id_ for id_, (_, (_, age, late)) in zip(self.ids, ordered, strict=True) if late and age > 0
+            id_ for id_, (_, (_, age, late, *_)) in zip(self.ids, ordered, strict=True) if late and age > 0
         }
         self.local: Pending[Waiting] = Pending(
-            BatchPolicy(max_batch_size=most, max_delay=MAX_DELAY, capacity=1000, capacity_bytes=1024)
+            BatchPolicy(
+                max_batch_size=most,
+                max_delay=MAX_DELAY,
+                capacity=1000,
+                capacity_bytes=1024,
+                max_batch_cost=budget,
+                padded=padded,
+            )
         )
         self.local.add(Waiting(id_, *row) for id_, row in zip(self.ids, waiting, strict=True))
-        self.most = most
+        self.options = {"max_batch_size": most, "max_batch_cost": budget or 0, "padded": padded}
 
     def take(self, batch: str, limit: int, form: str, *, delay: float = MAX_DELAY) -> Taken:
         return self.queue.take(
@@ -84,7 +115,7 @@ class Both:
             form=form,
             limit=limit,
             run_us=int(RUN_TIME * _POLICY_MARGIN * 1e6),
-            options=self.queue.options(max_batch_size=self.most, max_delay_us=int(delay * 1e6)),
+            options=self.queue.options(max_delay_us=int(delay * 1e6), **self.options),
         )
 
     def left_over(self) -> list[bytes]:
@@ -128,16 +159,16 @@ def test_both_come_to_the_same_decision_when_a_batch_is_due(fake_link, rows, mos
 def test_both_put_the_same_requests_into_each_batch_until_nothing_is_left(fake_link, rows, most, less, form):
     both = Both(fake_link, "fill", plain(rows), most)
     limit = max(1, most - less)
+    waiting = set(both.ids)
     for number in range(len(rows) + 1):
         batch, dropped = both.local.take(both.now, RUN_TIME, limit)
         taken = both.take(f"b{number}", limit, form, delay=0)
         assert dropped == []
+        waiting -= {request.id for request in batch}
         assert sorted(taken_ids(taken)) == sorted(request.id for request in batch)
         if form != "native":  # natively the largest lane's part stands last, whichever that is
             assert taken_ids(taken) == [request.id for request in batch]
-        assert sorted(both.left_over()) == sorted(
-            request.id for lane in "hnl" for request in both.local._lanes[lane] if request.pending
-        )
+        assert set(both.left_over()) == waiting
         if not batch:
             assert taken.outcome == "idle"
             break
@@ -187,8 +218,29 @@ def _leading(both: Both) -> set[bytes]:
     """The ids of what is too late in front of each lane's first live request."""
     found: set[bytes] = set()
     for lane in "hnl":
-        for request in both.local._lanes[lane]:
-            if request.id not in both.late:
+        for id_ in (id_ for id_ in both.ids if both.lanes[id_] == lane):
+            if id_ not in both.late:
                 break
-            found.add(request.id)
+            found.add(id_)
     return found
+
+
+@given(
+    rows=GROUPED,
+    most=st.integers(1, 6),
+    budget=st.sampled_from([None, 1, 4, 10]),
+    padded=st.booleans(),
+    form=st.sampled_from(["light", "native"]),
+)
+@checked
+def test_both_choose_the_same_group_and_stop_at_the_same_cost(fake_link, rows, most, budget, padded, form):
+    both = Both(fake_link, "groups", rows, most, budget=budget, padded=padded and budget is not None)
+    for number in range(len(rows) + 1):
+        due_in = both.local.due_in(both.now)
+        if due_in != 0:
+            break
+        batch, _ = both.local.take(both.now, 0.0)
+        taken = both.take(f"b{number}", most, form)
+        assert sorted(taken_ids(taken)) == sorted(request.id for request in batch)
+    outcome = both.take("last", most, form).outcome
+    assert outcome == ("idle" if due_in is None else "wait")
