@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -80,9 +79,9 @@ def check_extras(batch_key: object, cost: object, meta: object) -> None:
     if batch_key is not None and (isinstance(batch_key, bool) or not isinstance(batch_key, (str, int))):
         raise ConfigError(f"batch_key={batch_key!r}: allowed is a str, an int or None (default None)")
     if cost is not None and (
-        isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost < math.inf
+        isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost <= MAX_COST
     ):
-        raise ConfigError(f"cost={cost!r}: allowed is a number of at least 0, or None (default None)")
+        raise ConfigError(f"cost={cost!r}: allowed is a number from 0 to {MAX_COST:,}, or None (default None)")
     if meta is not None and not isinstance(meta, dict):
         raise ConfigError(f"meta={meta!r}: allowed is a dict or None (default None)")
 

@@ -191,7 +191,10 @@ class EventLoop:
 
 
 async def _await(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    except asyncio.CancelledError as error:  # no Exception, and no reason to end the process
+        raise RuntimeError("it was cancelled") from error
 
 
 async def _wind_up(loop: asyncio.AbstractEventLoop) -> None:

@@ -26,6 +26,7 @@ import logging
 import math
 import numbers
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -105,6 +106,7 @@ class Model:
         self._device = open_device("cpu") if device is None else device
         self._parts = parts = parts_of(loaded)
         self._loop = take_loop()
+        self._alone = threading.Lock()  # collate, cost and batch_key may share a tokenizer
         self._module = self._open_module(loaded) if is_module(loaded) else None
         self._forward = self._module if parts.predict is None else None
         self._predict: Callable[..., Any] = parts.predict or self._module.forward  # type: ignore[union-attr]
@@ -165,7 +167,8 @@ class Model:
 
     def _ask(self, name: str, part: Callable[[Any], Any], value: Any) -> Any:
         try:
-            return part(value)
+            with self._alone:
+                return part(value)
         except Exception as error:
             raise ModelError(
                 f"{name}() of the model failed: {describe(error)}", error_type=type(error).__name__
@@ -192,7 +195,8 @@ class Model:
         prepared = Prepared(values, context, indices)
         try:
             if self._parts.collate is not None:
-                batch = self._parts.collate(list(values))
+                with self._alone:
+                    batch = self._parts.collate(list(values))
             elif self._forward is not None:
                 batch, kept, refused = self._forward.stack(values)
                 prepared.refused = {indices[place]: error for place, error in refused.items()}

@@ -203,3 +203,43 @@ def a_module():
     import torch
 
     return torch.nn.Linear(1, 2)
+
+
+class Gated:
+    """Its collate of "later" waits until ``<path>/open`` exists; "hang" never comes back from the part that ``hangs`` names."""
+
+    def __init__(self, path, hangs):
+        self.path = Path(path)
+        if hangs in ("batch_key", "cost"):
+            setattr(self, hangs, lambda value: self.pause(value) or 1)
+        else:
+            setattr(self, hangs, lambda values, n=0: [self.pause(value) for value in values] and values)
+
+    def pause(self, value):
+        while value == "hang" or (value == "later" and not (self.path / "open").exists()):
+            time.sleep(0.01)
+
+    def predict(self, batch):
+        time.sleep(0.02)
+        return batch
+
+
+def gated(path, hangs="collate"):
+    return Gated(path, hangs)
+
+
+def knows_keys_at_the_second_look():
+    class Model:
+        def __init__(self):
+            self.seen = set()
+
+        def batch_key(self, value):
+            if value not in self.seen:
+                self.seen.add(value)
+                raise ConnectionError("not now")
+            return value[0]
+
+        def predict(self, batch):
+            return [list(batch)] * len(batch)
+
+    return Model()

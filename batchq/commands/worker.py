@@ -126,15 +126,17 @@ def take(
     solo_first: bool = True,
     prefetch: bool = False,
     regroups: str = "",
+    regroup_us: int = 0,
 ) -> Call[Taken]:
     """Move a due batch into ``batch:<b>`` and lease it.
 
-    ``form`` is ``light``, ``force`` or ``native``, ``regroups`` '', ``first`` or ``last``: see lua/take.lua.
+    ``form`` is ``light``, ``force`` or ``native``, ``regroups`` '', ``first``, ``full`` or ``last``: see lua/take.lua.
     """
     take = evalsha(
         "take", keys, batch.encode(), number(options.max_batch_size), number(limit), number(options.max_delay_us),
         number(options.lease_us), number(run_us), form.encode(), b"solo" if solo_first else b"batch", b"1" if prefetch else b"",
         options.worker.encode(), *_DEADLINE_PARTS, number(options.max_batch_cost), b"1" if options.padded else b"", regroups.encode(),
+        number(regroup_us),
     )  # fmt: skip
     if form != "native":
         fetch = pack(b"LRANGE", keys.batch(batch), b"0", b"-1")

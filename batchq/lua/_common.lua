@@ -51,8 +51,13 @@ local function pending()
   return n + grouped, tonumber(counters[1] or 0), grouped
 end
 
+-- What a request counts, at most 1e9: sums of more might not be finite, and a script that ends half-way harms everybody.
 local function cost_of(head)
-  return tonumber(string.match(head, '^%d+;%d+;%d+;%d+;[^;@]*@([^;]+);') or 1)
+  local cost = tonumber(string.match(head, '^%d+;%d+;%d+;%d+;[^;@]*@([^;]+);') or 1) or 1
+  if cost >= 0 and cost <= 1000000000 then
+    return cost
+  end
+  return cost > 0 and 1000000000 or 1
 end
 
 -- Note that heads have come to a group (sign 1) or left it (-1). `costs` keeps by how much the pending ones cost more than 1 each.

@@ -8,8 +8,9 @@
 --       8 'solo' or 'batch': which goes first where both are due   9 '1' = prefetch: only a full batch that no idle worker waits for
 --       10 worker   11, 12 what stands before and behind the id in the reply to a job whose deadline has passed
 --       13 max_batch_cost, 0 = none   14 '1' = padded: a batch costs its longest x its size, not the sum
---       15 '' or, for a worker whose model gives its requests their group or cost, which then regroups what stands in no group:
---          'first' these before a group that is due but not full, 'last' groups before these
+--       15 '' or, for a worker whose model gives its requests their group or cost, which then regroups what stands in no group: 'first' before
+--          any group has its turn, 'full' behind a group that is full, 'last' behind each that is due
+--       16 microseconds that this may take: what stands in no group needs them as well
 -- Returns {'idle', now, dropped}                       nothing is pending, or no more
 --         {'wait', now, dropped, left us}              not due; `want` is set
 --         {'no', now}                                  nothing to prefetch; nothing was written
@@ -80,12 +81,13 @@ end
 -- Look at the front of a place: leading requests that are not run, then up to `limit` live ones with what stands among them.
 local function scan(place)
   local heads = lists_of(place)[2]
+  local by = #place == 1 and horizon + tonumber(ARGV[16]) or horizon
   local found = {place = place, front = {}, why = {}, heads = {}, fates = {}, sizes = {}, live = 0, bytes = 0}
   local from, n = 0, 0
   while true do
     local page = redis.call('LRANGE', heads, from, from + limit - 1)
     for _, head in ipairs(page) do
-      local why, enqueued, size = fate(head, horizon)
+      local why, enqueued, size = fate(head, by)
       if why and n == 0 then
         found.front[#found.front + 1], found.why[#found.why + 1] = head, why
         found.bytes = found.bytes + size
@@ -335,12 +337,16 @@ if not (alone and ARGV[8] == 'solo') then
   end
   if regroups == '' then
     consider(plain)
-  elseif plain.oldest and (not chosen or (regroups == 'first' and not chosen.full)) then
+  elseif plain.oldest and (not chosen or regroups == 'first' or (regroups == 'full' and not chosen.full)) then
     chosen = plain
   end
 end
 if prefetch and not (chosen and chosen.ripe) then
-  return {'no', now}
+  -- where there are many groups few of them are full; more than a batch of work waits all the same
+  local count, _, grouped = pending()
+  if not chosen or grouped == 0 or count < most then
+    return {'no', now}
+  end
 end
 
 redis.call('DEL', prefix .. 'want')

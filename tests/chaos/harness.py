@@ -60,7 +60,13 @@ class Stack:
     """Redis, a proxy before it, workers and a client, with the faults that a run may do to them."""
 
     def __init__(
-        self, seed: int, *redis_arguments: str, workers: int = 2, lease: float = 1.5, run_ms: float = 3, groups: str = ""
+        self,
+        seed: int,
+        *redis_arguments: str,
+        workers: int = 2,
+        lease: float = 1.5,
+        run_ms: float = 3,
+        groups: str = "",
     ) -> None:
         self.random = random.Random(seed)
         self.redis = EmbeddedRedis(*redis_arguments)
@@ -147,7 +153,9 @@ class Stack:
         while True:
             try:
                 extras = (
-                    {"batch_key": group_of(number), "cost": cost_of(number)} if self.groups == "callers" else {}
+                    {"batch_key": group_of(number), "cost": cost_of(number)}
+                    if self.groups == "callers"
+                    else {}
                 )
                 answer = await self.client.predict(
                     number, timeout=max(0.1, deadline - time.monotonic()), **extras

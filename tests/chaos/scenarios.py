@@ -82,7 +82,14 @@ async def groups_lose_their_workers(*, seed: int, seconds: float) -> Ledger:
 
 
 async def groups_lose_their_redis(*, seed: int, seconds: float) -> Ledger:
-    faults = ("restart_redis", "restart_redis_with_cut_aof", "cut_connections", "drop_replies", "fill_memory", "kill_child")
+    faults = (
+        "restart_redis",
+        "restart_redis_with_cut_aof",
+        "cut_connections",
+        "drop_replies",
+        "fill_memory",
+        "kill_child",
+    )
     return await _run(Stack(seed, *AOF, groups="model"), seconds, *faults)
 
 

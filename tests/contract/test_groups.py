@@ -229,6 +229,16 @@ def test_what_was_cancelled_in_a_group_is_not_run(queue: Queue) -> None:
     assert taken_ids(take(queue, over=True)) == [live]
 
 
+def test_fetching_ahead_takes_what_is_due_where_more_than_a_batch_waits_in_many_groups(queue: Queue) -> None:
+    configure(queue)
+    [due] = put(queue, "n:sa")
+    queue.age("n:sa", 70)
+    put(queue, "n:sb", "n:sc")
+    assert take(queue, prefetch=True).outcome == "no"
+    put(queue, "n:sd")
+    assert taken_ids(take(queue, prefetch=True)) == [due]
+
+
 def test_a_batch_that_is_handed_back_stands_in_front_of_its_group(queue: Queue) -> None:
     configure(queue)
     first = put(queue, *["n:sa"] * 4, cost=2)
@@ -279,7 +289,30 @@ def test_a_full_group_goes_before_what_is_to_be_regrouped(queue: Queue) -> None:
     configure(queue)
     full = put(queue, *["n:sa"] * 4)
     put(queue, "n")
-    assert taken_ids(take(queue, regroups="first")) == full
+    assert taken_ids(take(queue, regroups="full")) == full
+
+
+def test_what_has_no_group_yet_has_its_turn_though_groups_are_full(queue: Queue) -> None:
+    configure(queue)
+    put(queue, *["n:sa"] * 8)
+    unknown = put(queue, "l")
+    assert taken_ids(take(queue, regroups="first")) == unknown
+
+
+def test_what_cannot_be_told_its_group_and_be_run_in_time_is_dropped(queue: Queue) -> None:
+    put(queue, "n", timeout_us=10_000_000)
+    [grouped] = put(queue, "n:sa", timeout_us=10_000_000)
+    [live] = put(queue, "n")
+    assert taken_ids(take(queue, regroups="first", regroup_us=20_000_000)) == [live]
+    assert queue.counter("expired") == 1
+    assert taken_ids(take(queue, regroups="last", regroup_us=20_000_000, over=True)) == [grouped]
+
+
+def test_costs_that_no_client_of_ours_sends_do_no_harm(queue: Queue) -> None:
+    sent = [outgoing(lane="n:sa", cost=cost)[0] for cost in (1e308, 1e300, 1e308, 5.0)]
+    for request in sent:
+        push(queue, [request], consistent=False)
+    assert taken_ids(take(queue, over=True, consistent=False)) == ids(sent)
 
 
 def test_regrouped_requests_go_to_the_end_of_their_groups_and_keep_their_age(queue: Queue) -> None:
@@ -362,7 +395,7 @@ _take = st.tuples(
     st.just("take"),
     st.fixed_dictionaries(
         {"form": st.sampled_from(["light", "native", "force"]), "over": st.booleans(), "prefetch": st.booleans(),
-         "limit": st.integers(1, 4), "regroups": st.sampled_from(["", "first", "last"])}
+         "limit": st.integers(1, 4), "regroups": st.sampled_from(["", "first", "full", "last"])}
     ),
 )  # fmt: skip
 _end = st.tuples(st.just("end"), st.sampled_from(["finish", "release", "recover", "regroup"]))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import redis
 
-from batchq import AsyncClient, BatchqError, Client, ModelError, RequestError
+from batchq import AsyncClient, BatchqError, Client, ModelError, RequestError, WorkerLostError
 from tests.conftest import StartWorker, until
 
 BATCHES = "tests.models:batch_sizes_by_key"
@@ -19,7 +19,9 @@ LENGTHS = "tests.models:lengths"
 
 def leftovers(url: str, queue: str = "default") -> set[str]:
     with redis.Redis.from_url(url, protocol=2) as client:
-        names = {key.decode().partition("}:")[2].partition(":")[0] for key in client.keys(f"batchq:{{{queue}}}:*")}
+        names = {
+            key.decode().partition("}:")[2].partition(":")[0] for key in client.keys(f"batchq:{{{queue}}}:*")
+        }
         return names - {"config", "workers", "counters", "producer", "wake", "want", "replies"}
 
 
@@ -37,7 +39,9 @@ async def test_only_requests_of_one_key_share_a_batch(start_worker: StartWorker,
     assert leftovers(redis_url) == set()
 
 
-async def test_a_thousand_keys_are_answered_and_leave_nothing(start_worker: StartWorker, redis_url: str) -> None:
+async def test_a_thousand_keys_are_answered_and_leave_nothing(
+    start_worker: StartWorker, redis_url: str
+) -> None:
     start_worker(BATCHES, "--max-delay", "0")
     async with AsyncClient(redis_url) as client:
         answers = await asyncio.gather(*(client.predict(n, batch_key=f"user {n}") for n in range(1000)))
@@ -53,7 +57,9 @@ async def test_a_batch_costs_no_more_than_the_budget(start_worker: StartWorker, 
     assert max(map(len, answers)) > 2
 
 
-async def test_a_padded_batch_costs_its_longest_times_its_size(start_worker: StartWorker, redis_url: str) -> None:
+async def test_a_padded_batch_costs_its_longest_times_its_size(
+    start_worker: StartWorker, redis_url: str
+) -> None:
     start_worker(BATCHES, "--max-batch-cost", "24", "--padded", "--max-delay", "20ms")
     async with AsyncClient(redis_url) as client:
         answers = await asyncio.gather(*(client.predict([n, 1 + n % 8], cost=1 + n % 8) for n in range(200)))
@@ -75,7 +81,7 @@ async def test_a_cost_over_the_budget_fails_its_own_request_and_says_why(
     assert "cost 11 is over the queue's max_batch_cost of 10" in str(answers[5])
 
 
-@pytest.mark.parametrize("cost", [-1, float("nan"), float("inf"), "3", True])
+@pytest.mark.parametrize("cost", [-1, float("nan"), float("inf"), 1.7e308, "3", True])
 def test_a_cost_that_is_none_is_a_value_error_at_the_caller(redis_url: str, cost: Any) -> None:
     with Client(redis_url) as client, pytest.raises(ValueError, match=r"cost=.*allowed is a number"):
         client.predict(1, cost=cost)
@@ -83,7 +89,10 @@ def test_a_cost_that_is_none_is_a_value_error_at_the_caller(redis_url: str, cost
 
 @pytest.mark.parametrize("key", [1.5, b"a", ["a"], True, object()])
 def test_a_batch_key_that_is_no_str_or_int_is_a_value_error_at_the_caller(redis_url: str, key: Any) -> None:
-    with Client(redis_url) as client, pytest.raises(ValueError, match=r"batch_key=.*allowed is a str, an int"):
+    with (
+        Client(redis_url) as client,
+        pytest.raises(ValueError, match=r"batch_key=.*allowed is a str, an int"),
+    ):
         client.predict(1, batch_key=key)
 
 
@@ -100,7 +109,9 @@ async def test_a_model_may_tell_key_and_cost_itself(start_worker: StartWorker, r
     assert leftovers(redis_url) == set()
 
 
-async def test_under_load_batches_of_a_model_that_groups_are_full(start_worker: StartWorker, redis_url: str) -> None:
+async def test_under_load_batches_of_a_model_that_groups_are_full(
+    start_worker: StartWorker, redis_url: str
+) -> None:
     start_worker(LENGTHS, "--max-batch-size", "8", "--max-delay", "2s")
     async with AsyncClient(redis_url) as client:
         # 4 groups of 64: all of them leave in full batches, and nobody waits for max_delay
@@ -110,7 +121,13 @@ async def test_under_load_batches_of_a_model_that_groups_are_full(start_worker: 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("negative", "-1"), ("nan", "nan"), ("text", "many"), ("no key", "this has no key"), ("x" * 13, "max_batch_cost of 12")],
+    [
+        ("negative", "-1"),
+        ("nan", "nan"),
+        ("text", "many"),
+        ("no key", "this has no key"),
+        ("x" * 13, "max_batch_cost of 12"),
+    ],
 )
 async def test_a_key_or_cost_that_the_model_cannot_tell_fails_its_own_request(
     start_worker: StartWorker, redis_url: str, value: str, text: str
@@ -126,7 +143,9 @@ async def test_a_key_or_cost_that_the_model_cannot_tell_fails_its_own_request(
     assert leftovers(redis_url) == set()
 
 
-async def test_a_caller_s_key_and_cost_go_before_the_model_s(start_worker: StartWorker, redis_url: str) -> None:
+async def test_a_caller_s_key_and_cost_go_before_the_model_s(
+    start_worker: StartWorker, redis_url: str
+) -> None:
     start_worker(LENGTHS, "--max-batch-cost", "12", "--max-delay", "30ms")
     async with AsyncClient(redis_url) as client:
         answers = await asyncio.gather(
@@ -180,7 +199,9 @@ async def test_a_lost_device_ends_the_child_and_its_batch_is_run_by_the_next(
     folder = tmp_path / "losses"
     folder.mkdir()
     (folder / "1").touch()
-    worker = start_worker("tests.models:loses_its_device", "--model-arg", f"path={folder}", "--max-batch-size", "4")
+    worker = start_worker(
+        "tests.models:loses_its_device", "--model-arg", f"path={folder}", "--max-batch-size", "4"
+    )
     [child] = worker.children
     values = [f"v{n}" for n in range(200)]
     values[77] = "lose"
@@ -196,3 +217,45 @@ def test_errors_of_a_lost_request_name_it(start_worker: StartWorker, redis_url: 
     with Client(redis_url) as client, pytest.raises(ModelError) as caught:
         client.predict("negative")
     assert caught.value.request_id
+
+
+async def test_answers_that_are_ready_do_not_wait_for_what_comes_behind_them(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    start_worker("tests.models:gated", "--model-arg", f"path={tmp_path}", "--max-batch-size", "4")
+    async with AsyncClient(redis_url) as client:
+        await asyncio.gather(
+            *(client.predict(n) for n in range(8))
+        )  # the worker knows how long a batch takes
+        first = [asyncio.ensure_future(client.predict(n)) for n in range(4)]
+        later = [asyncio.ensure_future(client.predict("later")) for _ in range(4)]
+        assert await asyncio.gather(*first) == [0, 1, 2, 3]
+        (tmp_path / "open").touch()
+        assert await asyncio.gather(*later) == ["later"] * 4
+
+
+@pytest.mark.parametrize("part", ["batch_key", "cost", "collate", "split"])
+async def test_a_part_of_the_model_that_hangs_is_ended_by_the_batch_timeout(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path, part: str
+) -> None:
+    worker = start_worker(
+        "tests.models:gated", "--model-arg", f"path={tmp_path}", "--model-arg", f"hangs={part}",
+        "--max-batch-size", "4", "--batch-timeout", "1",
+    )  # fmt: skip
+    async with AsyncClient(redis_url, timeout=50) as client:
+        values: list[Any] = [*range(10), "hang", *range(10)]
+        answers = await asyncio.gather(*map(client.predict, values), return_exceptions=True)
+    assert isinstance(answers.pop(10), WorkerLostError)
+    assert answers == [*range(10), *range(10)]
+    assert "more than 1 s" in worker.log
+
+
+async def test_a_key_that_is_told_only_at_the_second_look_still_keeps_batches_apart(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    start_worker("tests.models:knows_keys_at_the_second_look", "--max-delay", "20ms")
+    values = [f"{'abc'[n % 3]}{n}" for n in range(60)]
+    async with AsyncClient(redis_url) as client:
+        answers = await asyncio.gather(*map(client.predict, values))
+    for value, answer in zip(values, answers, strict=True):
+        assert {other[0] for other in answer} == {value[0]}

@@ -8,8 +8,11 @@ import logging
 import math
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -989,3 +992,37 @@ def test_a_class_whose_objects_can_be_called_is_a_load_function():
             return [self.factor * x for x in inputs]
 
     assert call_load(Doubler, device="cpu", args={"factor": "3"})([2]) == [6]
+
+
+def test_collate_cost_and_batch_key_never_run_at_once() -> None:
+    """They may share a tokenizer that cannot be used by two threads."""
+    running, most = [0], [0]
+
+    class Counting:
+        def _look(self) -> None:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            time.sleep(0.001)
+            running[0] -= 1
+
+        def collate(self, inputs: list[Any]) -> list[Any]:
+            self._look()
+            return inputs
+
+        def cost(self, value: Any) -> int:
+            self._look()
+            return 1
+
+        def batch_key(self, value: Any) -> int:
+            self._look()
+            return 1
+
+        def predict(self, batch: list[Any]) -> list[Any]:
+            return batch
+
+    model = Model(Counting())
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            pool.submit(model.prepare, [1, 2])
+            pool.submit(model.classify, 1, None, None)
+    assert most == [1]

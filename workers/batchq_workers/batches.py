@@ -11,7 +11,7 @@ import msgpack
 
 from batchq import wire
 from batchq.commands import Answers, Head, Place, Taken, parse_head
-from batchq.config import DEFAULT_COST
+from batchq.config import DEFAULT_COST, MAX_COST
 from batchq.errors import (
     BatchqError,
     DeadlineExceededError,
@@ -175,18 +175,25 @@ class Decoder:
             places.append(place)
             if error is not None and row.request is not None:
                 errors[row.request.id] = error
-        final = any(row.recovered or (row.head and row.head.group == FAULTY) for row in rows)
-        ungrouped = self._model.classifies and any(row.head and not row.head.group for row in rows)
-        costs = [place.cost if place.cost is not None else DEFAULT_COST for place in places if place]
-        over = bool(self._budget) and len(costs) > 1
-        over = over and (max(costs) * len(costs) if self._padded else sum(costs)) > self._budget
-        if not final and (ungrouped or over):
-            batch.places, batch.to_front = places, not ungrouped
-            return
+        if not any(row.recovered for row in rows):
+            faulty = any(row.head and row.head.group == FAULTY for row in rows)
+            if faulty:  # those of which it can be told now leave it, so that this comes to an end
+                ungrouped = any(place and place.group != FAULTY for place in places)
+            else:
+                ungrouped = self._model.classifies and any(row.head and not row.head.group for row in rows)
+            if ungrouped or self._is_over(rows, places):
+                batch.places, batch.to_front = places, not ungrouped
+                return
         for row, place in zip(rows, places, strict=True):
             request, cost = row.request, place.cost if place else None
-            if request is not None and self._budget and cost is not None and cost > self._budget:
+            if request is None or cost is None or not self._budget:
+                continue
+            text = ""
+            if not 0 <= cost <= MAX_COST:  # no client of ours sends that
+                text = f"cost {cost:g}: allowed is a number from 0 to {MAX_COST:,}"
+            elif cost > self._budget:
                 text = f"cost {cost:g} is over the queue's max_batch_cost of {self._budget:,}: no batch can hold it"
+            if text:
                 errors.setdefault(request.id, RequestError(text))
         if errors:
             kept = [pair for pair in zip(batch.requests, batch.raw, strict=True) if pair[0].id not in errors]
@@ -194,6 +201,17 @@ class Decoder:
                 if request.id in errors:
                     batch.refuse(request, errors[request.id])
             batch.requests, batch.raw = [request for request, _ in kept], [data for _, data in kept]
+
+    def _is_over(self, rows: list[_Row], places: list[Place | None]) -> bool:
+        """Tell whether the batch costs too much, now that more of its costs are known: what take knew of it has kept within the budget."""
+        if not self._budget or not any(
+            row.head and place and row.head.cost != place.cost
+            for row, place in zip(rows, places, strict=True)
+        ):
+            return False
+        costs = [place.cost if place.cost is not None else DEFAULT_COST for place in places if place]
+        total = max(costs) * len(costs) if self._padded else sum(costs)
+        return len(costs) > 1 and total > self._budget
 
     def _place(self, row: _Row) -> tuple[Place | None, BatchqError | None]:
         """Return where a request belongs; None for one that take has dropped."""

@@ -16,6 +16,7 @@ _FIELDS: Final = (
     "ready",  # 1 once the model is loaded
     "issued",  # the number of the newest batch that this child has asked for
     "run_started",  # time.monotonic() when the model began the batch that runs; 0 while none does
+    "beside_started",  # the same for what the second thread does with a batch: decode and collate, split and encode
     "batches",
     "requests",
     "failed",

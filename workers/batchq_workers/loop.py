@@ -3,7 +3,7 @@
 While the queue is quiet all of it happens on the main thread, and one send carries the answers of the last batch, the wait for a token
 and the take behind it: Redis runs the take the moment that the token comes, and no hop is lost between the two. (The wait itself carries
 no data, so nothing is lost where it is cut.) Once batches queue up and the model is slow enough to be worth a second thread, that one
-publishes the last batch and fetches the next while the model runs.
+splits, encodes and publishes the last batch, and fetches, decodes and collates the next, while the model runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -77,12 +77,14 @@ class _Ran:
     answers: Answers | None = None
 
 
+_Beside = tuple[_Ran | None, Batch | None]
+"""What the second thread has come to: a batch that has to be run again in parts, and the next one."""
+
+
 class Loop:
     """The loop of one child process."""
 
-    def __init__(
-        self, config: WorkerConfig, child: int, board: Board, model: Model, stop: Stop
-    ) -> None:
+    def __init__(self, config: WorkerConfig, child: int, board: Board, model: Model, stop: Stop) -> None:
         self._config = config
         self._child = child
         self._board = board
@@ -120,6 +122,8 @@ class Loop:
         self._native_size = policy.max_batch_size
         self._regrouped = 0
         """How many takes in a row were regrouped."""
+        self._regrouping_since = 0.0
+        self._regroup_time = RunTime()
 
     # --- the outer loop: whatever happens to Redis, go on ---
 
@@ -184,9 +188,6 @@ class Loop:
         limit = self._options.max_batch_size
         if form == "native" and self._options.max_batch_cost:
             limit = min(limit, self._native_size)
-        regroups = ""
-        if self._model.classifies:  # what is due must not wait for ever for what comes in
-            regroups = "first" if self._regrouped < _REGROUPS_IN_A_ROW else "last"
         return commands.take(
             self._keys,
             self._options,
@@ -197,8 +198,20 @@ class Loop:
             form=form,
             solo_first=self._solo_first,
             prefetch=prefetch,
-            regroups=regroups,
+            regroups=self._regroups(),
+            regroup_us=int(self._regroup_time.seconds * DEADLINE_MARGIN * 1e6),
         )
+
+    def _regroups(self) -> str:
+        """Say when requests that stand in no group yet have their turn: after each batch once, then for a while if no batch is full."""
+        if not self._model.classifies:
+            return ""
+        if not self._regrouped:
+            return "first"
+        patience = self._options.max_delay_us / 1e6
+        if self._regrouped < _REGROUPS_IN_A_ROW and time.monotonic() - self._regrouping_since < patience:
+            return "full"
+        return "last"
 
     def _next(self) -> Batch | None:
         """Wait for work and take it; None if there is none yet."""
@@ -287,8 +300,17 @@ class Loop:
         if self._stop.requested:
             self._give_back(link, commands.release(self._keys, name))
             return None
-        batch = self._decoder.decode(name, taken, requests)
+        if self._model.classifies:
+            started = time.perf_counter()
+            with self._busy("beside_started" if prefetch else "run_started"):
+                batch = self._decoder.decode(name, taken, requests)
+            if batch.places:
+                self._regroup_time.ran(time.perf_counter() - started)
+        else:
+            batch = self._decoder.decode(name, taken, requests)
         if batch.places:
+            if not self._regrouped:
+                self._regrouping_since = time.monotonic()
             self._regrouped += 1
             self._give_back(link, commands.regroup(self._keys, name, batch.places, front=batch.to_front))
             return None
@@ -296,6 +318,15 @@ class Loop:
         self._free_name = None
         self._in_doubt = None
         return batch
+
+    @contextlib.contextmanager
+    def _busy(self, field: str) -> Iterator[None]:
+        """Have the parent know since when the user's code is at work on a batch: it ends what takes too long."""
+        self._board.set(field, time.monotonic())
+        try:
+            yield
+        finally:
+            self._board.set(field, 0)
 
     def _give_back(self, link: Link, call: commands.Call[int]) -> None:
         """Hand back what was taken. Its name is used again, so that the parent, who renews the newest few, goes on with what runs."""
@@ -306,34 +337,54 @@ class Loop:
 
     def _work(self, batch: Batch) -> None:
         """Run a batch, and those behind it as long as they come in time; the last one's answers leave with the next round."""
-        behind: Future[_Ran | None] | None = None
+        behind: _Ran | None = None  # its answers leave while the next one runs
         following: Batch | None = batch
         while following is not None:
             batch = following
-            ahead: Future[Batch | None] | None = None
             over = False
 
             def is_over() -> bool:
                 return over  # noqa: B023 - reads this round's value on purpose
 
-            if self._is_worth_overlap(batch):
-                ahead = self._second.submit(self._prefetch, is_over)
+            beside: Future[_Beside] | None = None
+            ahead = self._is_worth_overlap(batch)
+            if ahead or behind is not None:
+                beside = self._second.submit(self._work_beside, behind, is_over if ahead else None)
+            behind = None
             try:
                 ran = self._run(batch)
                 over = True
-                self._settle(behind)
-                following = ahead.result() if ahead is not None else None
-                if following is None or self._stop.requested:
+                waits = beside is not None and not beside.done()
+                if waits:  # the model has to wait for its next batch, but the callers of this one need not
+                    self._answer(ran)
+                again, following = beside.result() if beside is not None else (None, None)
+                if again is not None:
+                    self._answer(again)
+                if not waits and following is not None and not self._stop.requested:
+                    behind = ran
+                elif not waits:
                     self._unpublished.append((batch, self._encoded(ran)))
-                else:
-                    behind = self._second.submit(self._publish_behind, ran)
             except DeviceLostError:
                 over = True
-                self._hand_back(ahead.result() if ahead is not None else None)
+                self._hand_back(beside.result()[1] if beside is not None else None)
                 raise
             if self._stop.requested:
                 self._hand_back(following)
                 following = None
+
+    def _work_beside(self, behind: _Ran | None, is_over: Callable[[], bool] | None) -> _Beside:
+        """On the second thread, while the model runs: answer the batch before, then fetch the next, if ``is_over`` is given.
+
+        Return the batch before, if it has to be run again in parts, and the next one.
+        """
+        again = self._publish_behind(behind) if behind is not None else None
+        return again, self._prefetch(is_over) if is_over is not None else None
+
+    def _answer(self, ran: _Ran) -> None:
+        """Answer a batch now, on the main thread; what Redis does not take is published in the next round."""
+        self._unpublished.append((ran.batch, self._encoded(ran)))
+        with contextlib.suppress(BackendUnavailableError):
+            self._publish_all()
 
     def _hand_back(self, batch: Batch | None) -> None:
         """Hand a batch back that was fetched and not begun."""
@@ -378,21 +429,12 @@ class Loop:
         """Return the replies to a batch that has run; on the model's thread, where one that failed is run again in parts."""
         if ran.answers is None:
             self._of_thread.batch = ran.batch
-            outcomes = self._model.answers(ran.output)
-            if outcomes is None:
-                self._board.set("run_started", time.monotonic())
-                outcomes = self._model.rescue(ran.prepared, ran.output, ran.batch.again)
-                self._board.set("run_started", 0)
-            ran.answers = encode(ran.batch, outcomes, self._config.max_payload)
+            with self._busy("run_started"):
+                outcomes = self._model.answers(ran.output)
+                if outcomes is None:
+                    outcomes = self._model.rescue(ran.prepared, ran.output, ran.batch.again)
+                ran.answers = encode(ran.batch, outcomes, self._config.max_payload)
         return ran.answers
-
-    def _settle(self, behind: Future[_Ran | None] | None) -> None:
-        """Wait until the batch before is published; if its answers could not be told apart, run it again in parts."""
-        failed = behind.result() if behind is not None else None
-        if failed is not None:
-            self._unpublished.append((failed.batch, self._encoded(failed)))
-            with contextlib.suppress(BackendUnavailableError):  # what is left is published in the next round
-                self._publish_all()
 
     def _prefetch(self, is_over: Callable[[], bool]) -> Batch | None:
         """On the second thread, while the model runs: take the next batch, if it is full and nobody idle waits for it."""
@@ -415,7 +457,8 @@ class Loop:
                     if batch is None:  # regrouped: maybe one is full now
                         continue
                     if batch.requests:
-                        batch.prepared = self._prepare(batch)
+                        with self._busy("beside_started"):
+                            batch.prepared = self._prepare(batch)
                     return batch
                 self._in_doubt = None
                 tries += 1
@@ -427,10 +470,11 @@ class Loop:
         """On the second thread: answer a batch while the model runs the next; return it if it has to be run again."""
         if ran.answers is None:
             self._of_thread.batch = ran.batch
-            outcomes = self._model.answers(ran.output)
-            if outcomes is None:
-                return ran
-            ran.answers = encode(ran.batch, outcomes, self._config.max_payload)
+            with self._busy("beside_started"):
+                outcomes = self._model.answers(ran.output)
+                if outcomes is None:
+                    return ran
+                ran.answers = encode(ran.batch, outcomes, self._config.max_payload)
         try:
             self._publish(self._side_link(), ran.batch, ran.answers)
         except BackendUnavailableError:

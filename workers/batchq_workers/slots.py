@@ -91,9 +91,13 @@ class _Child:
         """Tell whether it makes no progress though no batch runs."""
         board = self.board
         progress = tuple(map(board.get, ("round", "issued", "batches")))
-        if progress != self._progress or board.get("run_started") or not board.get("ready"):
+        if progress != self._progress or self.busy_since() or not board.get("ready"):
             self._progress, self._progress_seen = progress, now
         return now - self._progress_seen > _STALLED
+
+    def busy_since(self) -> float:
+        """Return since when it has been busy with one batch, on either of its threads; 0 while with none."""
+        return min(filter(None, map(self.board.get, ("run_started", "beside_started"))), default=0.0)
 
     def counts(self) -> Counts:
         """Return what it has done since the last call."""
@@ -169,7 +173,7 @@ class Slot:
         return Ended(code, now - child.started, loaded, batches, unharmed)
 
     def _enforce_limits(self, child: _Child, now: float) -> None:
-        running_since = child.board.get("run_started")
+        running_since = child.busy_since()
         if running_since and now - running_since > child.config.batch_timeout:
             log.error(
                 "a batch runs for more than %g s: the child is killed",
