@@ -47,9 +47,7 @@ class Batched(Generic[V, A]):
         """Return the answer to one value; blocks the calling thread. See ``LocalClient.predict``."""
         return cast(
             "A",
-            self._client.predict(
-                value, timeout=timeout, priority=priority, batch_key=batch_key, cost=cost
-            ),
+            self._client.predict(value, timeout=timeout, priority=priority, batch_key=batch_key, cost=cost),
         )
 
     async def aio(

@@ -75,7 +75,7 @@ class Engine:
         self._wake = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
         self._state = "not started"  # loading, idle, running; or failed
-        self._classifies = True  # whether the model tells of requests what callers have not: maybe, until it is loaded
+        self._classifies = True  # the model may tell groups and costs, until it is loaded and known not to
         self._since = 0.0
         if not isinstance(self._refusal, ClientClosedError):
             self._refusal = None
@@ -276,7 +276,7 @@ class Engine:
             )
         now = self.clock()
         requests = []
-        for payload in payloads:  # a comprehension would be slower: it would have to reach for all of these
+        for payload in payloads:
             id_, mine = self._ids.next().hex(), [*boxes]
             requests.append(
                 Request(id_, payload, len(payload), lane, now, deadline, mine, batch_key, cost, meta)

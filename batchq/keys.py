@@ -14,7 +14,7 @@ requests@<group>, … and     list    push, release, take        the same for on
 heads@<group>, …
 groups:high, groups,        zset    push, release, take        group -> enqueue time of its first request in that lane
 groups:low
-full                        zset    push, release, take        groups that may fill a batch -> enqueue time of their oldest
+full                        zset    push, release, take        groups that may fill a batch, by highest lane, then oldest
 costs                       hash    push, release, take        group -> by how much its requests cost more than 1 each
 solo, heads:solo            list    recover, take              requests whose worker died, to be run alone; 7 days idle
 due, due:aside, due:home    list …  take                       exist only inside take's MULTI

@@ -59,8 +59,9 @@ class LocalClient(Calls):
         """Return the model's answer to one value.
 
         ``timeout``: seconds from the call to the answer; None means the client's. ``batch_key``: only requests of equal keys share a
-        batch; None means what the model's own ``batch_key`` says, else the group of those that have none. ``cost``: what this request counts
-        towards ``max_batch_cost``, 0 or more; None means what the model's ``cost`` says, else 1. ``meta``: for the model's ``BatchContext``.
+        batch; None means what the model's own ``batch_key`` says, else the group of those that have none. ``cost``: what this request
+        counts towards ``max_batch_cost``, 0 or more; None means what the model's ``cost`` says, else 1. ``meta``: for the model's
+        ``BatchContext``.
         Raises QueueFullError, DeadlineExceededError, ModelError, EncodeError, PayloadTooLargeError, RequestError (a cost over
         ``max_batch_cost``), ClientClosedError, ConfigError.
         """

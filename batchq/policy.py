@@ -25,17 +25,16 @@ All times are float seconds of one clock; which one does not matter.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterable
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Final, Generic
 
-from batchq.config import DEFAULT_COST, BatchPolicy
+from batchq.config import BatchPolicy
+from batchq.groups import AGED, LANE_ORDER, TOMBSTONES, Group, R, Waiting
 
-LANE_ORDER: Final = ("h", "n", "l")
-AGED: Final = 1.0
-"""Seconds after which the oldest request of a lane is granted a place, and every fourth batch goes to the oldest."""
+__all__ = ["AGED", "CAP_SECONDS", "DEADLINE_MARGIN", "LANE_ORDER", "Cap", "Pending", "RunTime", "Waiting"]
+
 DEADLINE_MARGIN: Final = 1.25
 """How many recent run times must be left for a request that goes into a batch."""
 CAP_SECONDS: Final = 60.0
@@ -43,27 +42,10 @@ CAP_SECONDS: Final = 60.0
 
 _RUN_TIME_WEIGHT: Final = 0.2
 _TURNS: Final = 4
-_TOMBSTONES: Final = 64
 
-
-class Waiting(Protocol):
-    """What the policy has to know about a request.
-
-    ``enqueued``, ``deadline``: seconds. ``size``: bytes. ``lane``: 'h', 'n' or 'l'. ``group``: hashable, equal for
-    those that may share a batch. ``cost``: at least 0, None counts 1. ``pending`` is written by ``Pending`` alone: true while the
-    request waits.
-    """
-
-    enqueued: float
-    deadline: float
-    size: int
-    lane: str
-    group: Any
-    cost: float | None
-    pending: Any
-
-
-R = TypeVar("R", bound=Waiting)
+_Entry = tuple[float, int, Group[R]]
+"""A group in a heap: when its oldest request was enqueued, and a number, so that groups are not compared. A group that is filed anew has
+another entry, and this one is met or swept out."""
 
 
 class RunTime:
@@ -117,95 +99,6 @@ class Cap:
         return limit if limit <= self._failed else None
 
 
-class _Bill:
-    """What a batch costs so far."""
-
-    __slots__ = ("_budget", "_count", "_longest", "_padded", "_spent")
-
-    def __init__(self, budget: float, padded: bool) -> None:
-        self._budget = budget
-        self._padded = padded
-        self._count = 0
-        self._spent = self._longest = 0.0
-
-    def holds(self, request: Waiting) -> bool:
-        """Tell whether the batch may hold this one as well, and count it if so."""
-        cost = _cost(request)
-        longest = max(self._longest, cost)
-        spent = longest * (self._count + 1) if self._padded else self._spent + cost
-        if self._count and spent > self._budget:
-            return False
-        self._count, self._longest, self._spent = self._count + 1, longest, spent
-        return True
-
-
-class _Group(Generic[R]):
-    """The pending requests of one group.
-
-    A request stands in it if its ``pending`` is this group. One that has left stays in its lane as a tombstone until it
-    is met or swept out.
-    """
-
-    __slots__ = ("cost", "count", "entry", "full", "key", "lane", "lanes", "longest", "tombstones")
-
-    def __init__(self, key: Hashable) -> None:
-        self.key = key
-        self.lanes: dict[str, deque[R]] = {}
-        self.count = 0
-        self.tombstones = 0
-        self.cost = 0.0
-        self.longest = 0.0  # of all that were here; not less than that of those which are
-        # how it was filed: by its oldest request, the highest lane that is not empty, and whether it is full
-        self.entry: _Entry[R] | None = None
-        self.lane = ""
-        self.full = False
-
-    def append(self, request: R) -> None:
-        request.pending = self
-        waiting = self.lanes.get(request.lane)
-        if waiting is None:
-            lanes = {**self.lanes, request.lane: (waiting := deque())}
-            self.lanes = {lane: lanes[lane] for lane in LANE_ORDER if lane in lanes}
-        waiting.append(request)
-        self.count += 1
-
-    def heads(self, late: list[R], cutoff: float = float("-inf")) -> list[R]:
-        """Return the first request of each lane, the high one first; move what is too late in front of it to ``late``."""
-        heads = []
-        for waiting in self.lanes.values():
-            while waiting:
-                first = waiting[0]
-                if first.pending is not self:
-                    self.tombstones -= 1
-                elif first.deadline < cutoff:
-                    late.append(first)
-                else:
-                    heads.append(first)
-                    break
-                waiting.popleft()
-        return heads
-
-    def bury(self) -> None:
-        """Note that a request has left, which stays where it stood."""
-        self.tombstones += 1
-        if not self.count:
-            self.lanes.clear()
-            self.tombstones = 0
-        elif self.tombstones > self.count + _TOMBSTONES:
-            # a sweep for every `count` that leave: O(1) each, and callers who give up cannot fill the memory
-            for lane, waiting in self.lanes.items():
-                self.lanes[lane] = deque(request for request in waiting if request.pending is self)
-            self.tombstones = 0
-
-    def requests(self, lane: str) -> Iterable[R]:
-        return (request for request in self.lanes.get(lane, ()) if request.pending is self)
-
-
-_Entry = tuple[float, int, _Group[R]]
-"""A group in a heap: when its oldest request was enqueued, and a number, so that groups are not compared. A group that
-is filed anew has another entry, and this one is met or swept out."""
-
-
 class Pending(Generic[R]):
     """The requests that wait for a batch. Not thread-safe.
 
@@ -218,12 +111,12 @@ class Pending(Generic[R]):
         self.bytes = 0
         self._counts = dict.fromkeys(LANE_ORDER, 0)
         # requests without a group make one as well; it stays, and is not among the others, which cost more to look at
-        self._plain: _Group[R] = _Group(None)
-        self._groups: dict[Hashable, _Group[R]] = {}
-        self._unsorted: _Group[R] = _Group(None)
+        self._plain: Group[R] = Group(None, policy)
+        self._groups: dict[Hashable, Group[R]] = {}
+        self._unsorted: Group[R] = Group(None, policy)
         # groups are filed by their oldest request: the due ones by their highest lane, too; _changed ones are to be
         # filed anew before anybody looks
-        self._changed: dict[_Group[R], None] = {}
+        self._changed: dict[Group[R], None] = {}
         self._waiting: list[_Entry[R]] = []
         self._due: dict[str, list[_Entry[R]]] = {lane: [] for lane in LANE_ORDER}
         self._latest = float("-inf")  # no group in _waiting has an oldest request that was enqueued later
@@ -337,7 +230,7 @@ class Pending(Generic[R]):
             late: list[R] = []
             heads = group.heads(late, cutoff)
             if not late:
-                batch = self._fill(group, heads, late, cutoff, now, limit)
+                batch = group.fill(heads, late, cutoff, now, limit)
                 self._remove(group, batch)
             if late:
                 self._remove(group, late)
@@ -350,39 +243,6 @@ class Pending(Generic[R]):
         self._batches += bool(batch)
         return batch, expired
 
-    def _fill(
-        self, group: _Group[R], heads: list[R], late: list[R], cutoff: float, now: float, limit: int | None
-    ) -> list[R]:
-        """Move a batch out of the lanes of a group, which begin with these; and to ``late`` what is too late on the way."""
-        batch: list[R] = []
-        free = self.policy.max_batch_size
-        if limit is not None:
-            free = max(1, min(free, limit))
-        bill = None if self.policy.max_batch_cost is None else _Bill(self.policy.max_batch_cost, self.policy.padded)
-        granted: list[R] = []
-        for head in sorted(heads, key=_enqueued) if len(heads) > 1 else ():
-            if now - head.enqueued > AGED and len(granted) < free and (bill is None or bill.holds(head)):
-                granted.append(head)
-        free -= len(granted)
-        for head in heads:
-            places = free + (head in granted)
-            waiting = group.lanes[head.lane]
-            while places and waiting:
-                request = waiting[0]
-                if request.pending is not group:
-                    group.tombstones -= 1
-                elif request.deadline < cutoff:
-                    late.append(request)
-                elif bill is None or request in granted or bill.holds(request):
-                    batch.append(request)
-                    places -= 1
-                else:
-                    places = 0  # nothing is skipped over: now only those follow that were granted a place
-                    break
-                waiting.popleft()
-            free = places  # a granted place is always used: its request is still the lane's head
-        return batch
-
     def _count(self, request: R) -> None:
         self.count += 1
         self.bytes += request.size
@@ -393,38 +253,19 @@ class Pending(Generic[R]):
         key = request.group
         group = self._plain if key is None else self._groups.get(key)
         if group is None:
-            group = self._groups[key] = _Group(key)
+            group = self._groups[key] = Group(key, self.policy)
         group.append(request)
         self._changed[group] = None
-        if self.policy.max_batch_cost is None:
-            return group.count >= self.policy.max_batch_size
-        cost = _cost(request)
-        group.cost += cost
-        group.longest = max(group.longest, cost)
-        return self._is_full(group)
+        return group.seems_full()
 
-    def _remove(self, group: _Group[R], requests: list[R]) -> None:
-        """Count requests no more that have left a group's lanes, or stay there as tombstones."""
+    def _remove(self, group: Group[R], requests: list[R]) -> None:
         for request in requests:
-            request.pending = None
             self.bytes -= request.size
             self._counts[request.lane] -= 1
         self.count -= len(requests)
-        group.count -= len(requests)
-        if self.policy.max_batch_cost is not None:
-            group.cost -= sum(map(_cost, requests))
+        group.remove(requests)
 
-    def _is_full(self, group: _Group[R]) -> bool:
-        policy = self.policy
-        if group.count >= policy.max_batch_size:
-            return True
-        if policy.max_batch_cost is None:
-            return False
-        if not policy.padded:
-            return group.cost >= policy.max_batch_cost
-        return group.count * group.longest >= policy.max_batch_cost
-
-    def _note(self, group: _Group[R]) -> None:
+    def _note(self, group: Group[R]) -> None:
         """Have a group filed anew that requests have left; forget one that is empty."""
         if group is self._unsorted:
             return
@@ -436,7 +277,6 @@ class Pending(Generic[R]):
         if group is self._plain:
             return
         del self._groups[group.key]
-        group.lanes.clear()
         if self._groups:
             self._sweep(self._waiting)
         else:
@@ -448,14 +288,11 @@ class Pending(Generic[R]):
             self._file(group)
         self._changed.clear()
 
-    def _file(self, group: _Group[R], *, due: bool = False) -> None:
+    def _file(self, group: Group[R], *, due: bool = False) -> None:
         """Put a group where it belongs; with ``due`` among the due ones, until it is filed again."""
         heads = group.heads([])
         oldest, top = min([head.enqueued for head in heads]), heads[0].lane
-        full = due or self._is_full(group)
-        if full and not due and self.policy.padded and group.count < self.policy.max_batch_size:
-            group.longest = max(_cost(request) for lane in LANE_ORDER for request in group.requests(lane))
-            full = self._is_full(group)
+        full = due or group.is_full()
         entry = group.entry
         if entry is not None and entry[0] == oldest and group.lane == top and group.full == full:
             return
@@ -489,7 +326,7 @@ class Pending(Generic[R]):
         while (top := self._top(waiting)) is not None and top[0] + delay - now <= 0:
             heappush(self._due[top[2].lane], heappop(waiting))
 
-    def _first(self, now: float) -> _Group[R] | None:
+    def _first(self, now: float) -> Group[R] | None:
         """Return the group whose turn it is; None where none is due."""
         plain = self._plain.entry
         due = [plain] if plain is not None and self._is_due(plain, now) else []
@@ -516,14 +353,6 @@ class Pending(Generic[R]):
         return None
 
     def _sweep(self, heap: list[_Entry[R]]) -> None:
-        if len(heap) > 2 * len(self._groups) + _TOMBSTONES:
+        if len(heap) > 2 * len(self._groups) + TOMBSTONES:
             heap[:] = [entry for entry in heap if entry[2].entry is entry]
             heapify(heap)
-
-
-def _enqueued(request: Waiting) -> float:
-    return request.enqueued
-
-
-def _cost(request: Waiting) -> float:
-    return DEFAULT_COST if request.cost is None else request.cost

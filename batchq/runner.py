@@ -44,8 +44,6 @@ class Runner:
 
     def classify(self, request: Request) -> tuple[str | int | None, float | None]:
         """Return a request's batch_key and cost, by the model where its caller gave none; raise BatchqError."""
-        if request.group is not None and (request.cost is not None or not self._model.costs):
-            return request.group, request.cost
         try:
             return self._model.classify(self._decoded(request.payload), request.group, request.cost)
         except codec.DecodeError as error:

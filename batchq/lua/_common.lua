@@ -90,11 +90,12 @@ end
 -- just come; the largest since the group was last empty is kept with the sums, as `<group>^`.
 -- Returns how many requests the group has, and whether it is full.
 local function reindex(group, most, budget, padded, longest)
-  local n, oldest = 0, nil
-  for _, lane in ipairs(LANES) do
+  local n, oldest, top = 0, nil, nil
+  for rank, lane in ipairs(LANES) do
     local heads = lists_of(lane .. ':' .. group)[2]
     local head = redis.call('LINDEX', heads, 0)
     if head then
+      top = top or rank
       local enqueued = string.match(head, '^%d+') or '0'
       redis.call('ZADD', INDEX[lane], enqueued, group)
       n = n + redis.call('LLEN', heads)
@@ -115,7 +116,8 @@ local function reindex(group, most, budget, padded, longest)
     full = full or n + (costs[1] or 0) >= budget or (padded and math.max(longest or 0, costs[2] or 0) * n >= budget)
   end
   if full and n > 0 then
-    redis.call('ZADD', prefix .. 'full', int(oldest), group)
+    -- by the highest lane, then by the oldest: 2.5e15 us are the year 2049, and up to 9e15 whole numbers are exact
+    redis.call('ZADD', prefix .. 'full', int(oldest + (top - 1) * 2500000000000000), group)
   else
     redis.call('ZREM', prefix .. 'full', group)
   end

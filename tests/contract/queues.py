@@ -120,7 +120,8 @@ class Queue:
         if group:
             stamp = int(rows[0][0]) - int(seconds * 1e6)
             self.raw("ZADD", self.keys.groups[lane], stamp, group)
-            self.raw("ZADD", self.key("full"), "XX", stamp, group)
+            self.raw("ZINCRBY", self.key("full"), -int(seconds * 1e6), group)
+            self.raw("ZREMRANGEBYSCORE", self.key("full"), "-inf", 0)  # it was not there
 
     def ttl_ms(self, name: str) -> int:
         return int(self.raw("PTTL", self.key(name)))
@@ -261,7 +262,8 @@ class Queue:
                 self.raw("HINCRBYFLOAT", self.key("costs"), group, seed.cost - 1)
             if group:
                 self.raw("ZADD", self.keys.groups[lane], "NX", enqueued, group)
-                self.raw("ZADD", self.key("full"), "NX", enqueued, group)  # a hint, where it is none
+                ranked = enqueued + "hnl".index(lane) * 2_500_000_000_000_000
+                self.raw("ZADD", self.key("full"), "NX", ranked, group)  # a hint, where it is none
                 self.raw("HINCRBY", self.keys.counters, f"grouped_{lane}", 1)
             self.raw("HINCRBY", self.keys.counters, "pending_bytes", len(out.request))
             made.append(out.id)

@@ -100,6 +100,13 @@ def test_a_group_with_high_requests_goes_before_one_without(queue: Queue) -> Non
     assert order == [[high], [normal], [low]]
 
 
+def test_of_two_full_groups_one_with_high_requests_goes_first(queue: Queue) -> None:
+    configure(queue)
+    put(queue, *["n:sa"] * 4)
+    high = put(queue, *["h:sb"] * 4)
+    assert taken_ids(take(queue)) == high
+
+
 def test_each_fourth_batch_goes_to_whoever_has_waited_longest(queue: Queue) -> None:
     [starved] = put(queue, "l:sz")
     queue.age("l:sz", 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -176,8 +177,20 @@ def test_callers_who_give_up_leave_nothing_behind_even_if_no_batch_is_ever_taken
         request = Request()
         queue.add([request])
         queue.discard(request)
-    assert len(first.pending.lanes["n"]) < 100
+    assert len(first.pending._lanes["n"]) < 100
     assert names(queue.take(0.0)[0]) == [first.name]
+
+
+@pytest.mark.parametrize("group", [None, "a"])
+@pytest.mark.parametrize("given_up", [0, 1, 2])
+def test_a_request_that_was_given_up_is_not_kept_longer_than_the_others(given_up, group):
+    requests = [Request(n, group=group) for n in range(3)]
+    gone = weakref.ref(requests[given_up])
+    queue = pending(*requests, max_batch_size=2)
+    queue.discard(requests[given_up])
+    assert len(queue.take(0.0)[0]) == 2
+    del requests
+    assert gone() is None
 
 
 def test_clear_returns_what_waits_and_leaves_nothing():
@@ -396,8 +409,8 @@ def test_thousands_of_short_lived_groups_leave_nothing_behind(fate, looked_at):
 
 
 def test_a_group_that_changes_all_the_time_leaves_no_trail():
-    stays = Request("stays", "l", 0.0, group=1)
-    queue = pending(stays, max_batch_size=1000)
+    older, stays = Request("older", enqueued=-0.1, group=2), Request("stays", "l", 0.0, group=1)
+    queue = pending(older, stays, max_batch_size=1000)
     for n in range(1000):
         comes = Request(lane="h", enqueued=float(n), group=1)
         queue.add([comes])
@@ -405,7 +418,7 @@ def test_a_group_that_changes_all_the_time_leaves_no_trail():
         queue.discard(comes)
         queue.due_in(0.0)
     assert left_behind(queue) <= 256
-    assert len(stays.pending.lanes["h"]) < 100
+    assert len(stays.pending._lanes["h"]) < 100
 
 
 # costs
@@ -532,7 +545,7 @@ def test_unsorted_requests_that_were_given_up_leave_nothing_behind():
         request = Request()
         queue.add_unsorted([request])
         queue.discard(request)
-    assert len(queue._unsorted.lanes["n"]) < 100
+    assert len(queue._unsorted._lanes["n"]) < 100
     assert names(queue.unsorted(9)) == ["stays"]
     assert names(queue.clear()) == ["stays"]
     assert queue.unsorted(9) == []
@@ -633,7 +646,9 @@ OPERATION = st.one_of(
     st.sampled_from([None, 5, 10]),
     st.booleans(),
 )
-@example([("add", "n", None, None, 0.0, 1, 0.0, False), ("later", 1.0), ("take", 0.0, None)], 1, 1, None, True)
+@example(
+    [("add", "n", None, None, 0.0, 1, 0.0, False), ("later", 1.0), ("take", 0.0, None)], 1, 1, None, True
+)
 def test_whatever_happens_each_batch_is_what_the_rules_say(operations, size, capacity, budget, padded):
     policy = BatchPolicy(
         max_batch_size=size,

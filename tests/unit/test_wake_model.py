@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,9 @@ def loop() -> Any:
     loop._stop, loop._main_id, loop._due_at = Stop(), 7, None
     loop._keys, loop._run_time, loop._cap = Keys("q"), RunTime(), Cap()
     loop._options = TakeOptions(worker="w", max_batch_size=2, max_delay_us=1000, lease_us=1000)
+    loop._model = SimpleNamespace(classifies=False)
+    loop._regroup_time = RunTime()
+    loop._regrouped, loop._native_size = 0, 2
     loop._issued, loop._free_name, loop._in_doubt = 0, "w.1.1", None
     loop._solo_first, loop._native = True, False
     return loop
@@ -130,6 +134,8 @@ def test_a_prefetch_of_large_payloads_stays_a_prefetch_when_it_takes_again(loop)
         return Taken("bulk", 0) if len(takes) == 1 else Taken("no", 0)
 
     loop._side_link = lambda: SimpleNamespace(call=call)
-    assert loop._prefetch(lambda: True) is None
+    over = threading.Event()
+    over.set()
+    assert loop._prefetch(over) is None
     light, native = (loop._take("w.1.1", form, prefetch=True).payload for form in ("light", "native"))
     assert takes == [light, native]

@@ -15,7 +15,7 @@ import random
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
@@ -341,19 +341,15 @@ class Loop:
         following: Batch | None = batch
         while following is not None:
             batch = following
-            over = False
-
-            def is_over() -> bool:
-                return over  # noqa: B023 - reads this round's value on purpose
-
+            over = threading.Event()
             beside: Future[_Beside] | None = None
             ahead = self._is_worth_overlap(batch)
             if ahead or behind is not None:
-                beside = self._second.submit(self._work_beside, behind, is_over if ahead else None)
+                beside = self._second.submit(self._work_beside, behind, over if ahead else None)
             behind = None
             try:
                 ran = self._run(batch)
-                over = True
+                over.set()
                 waits = beside is not None and not beside.done()
                 if waits:  # the model has to wait for its next batch, but the callers of this one need not
                     self._answer(ran)
@@ -365,20 +361,20 @@ class Loop:
                 elif not waits:
                     self._unpublished.append((batch, self._encoded(ran)))
             except DeviceLostError:
-                over = True
+                over.set()
                 self._hand_back(beside.result()[1] if beside is not None else None)
                 raise
             if self._stop.requested:
                 self._hand_back(following)
                 following = None
 
-    def _work_beside(self, behind: _Ran | None, is_over: Callable[[], bool] | None) -> _Beside:
-        """On the second thread, while the model runs: answer the batch before, then fetch the next, if ``is_over`` is given.
+    def _work_beside(self, behind: _Ran | None, over: threading.Event | None) -> _Beside:
+        """On the second thread, while the model runs: answer the batch before, then fetch the next, until the run is ``over``.
 
         Return the batch before, if it has to be run again in parts, and the next one.
         """
         again = self._publish_behind(behind) if behind is not None else None
-        return again, self._prefetch(is_over) if is_over is not None else None
+        return again, self._prefetch(over) if over is not None else None
 
     def _answer(self, ran: _Ran) -> None:
         """Answer a batch now, on the main thread; what Redis does not take is published in the next round."""
@@ -436,14 +432,15 @@ class Loop:
                 ran.answers = encode(ran.batch, outcomes, self._config.max_payload)
         return ran.answers
 
-    def _prefetch(self, is_over: Callable[[], bool]) -> Batch | None:
+    def _prefetch(self, over: threading.Event) -> Batch | None:
         """On the second thread, while the model runs: take the next batch, if it is full and nobody idle waits for it."""
-        tries = 0
+        tries, again = 0, False
         while tries < _PREFETCH_TRIES:
             if tries:
-                time.sleep(min(0.05, self._run_time.seconds / _PREFETCH_TRIES))
-            if (tries or self._regrouped) and (is_over() or self._stop.requested):
+                over.wait(self._run_time.seconds / _PREFETCH_TRIES)
+            if again and (over.is_set() or self._stop.requested):
                 return None
+            again = True
             name = self._new_name()
             try:
                 link = self._side_link()
@@ -453,13 +450,15 @@ class Loop:
                 except OutOfMemory:
                     taken = link.call(self._take(name, "force", prefetch=True))
                 if taken.outcome in ("batch", "bulk"):
+                    before = self._regrouped
                     batch = self._received(link, name, taken, prefetch=True)
-                    if batch is None:  # regrouped: maybe one is full now
+                    if batch is not None:
+                        if batch.requests:
+                            with self._busy("beside_started"):
+                                batch.prepared = self._prepare(batch)
+                        return batch
+                    if self._regrouped != before:  # maybe a group is full now
                         continue
-                    if batch.requests:
-                        with self._busy("beside_started"):
-                            batch.prepared = self._prepare(batch)
-                    return batch
                 self._in_doubt = None
                 tries += 1
             except BackendUnavailableError:
