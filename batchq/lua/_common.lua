@@ -42,8 +42,8 @@ end
 
 -- How many requests are pending, over all lanes and groups; their bytes; and how many of them are in groups.
 local function pending()
-  local n = 0
-  for _, lane in ipairs({'h', 'n', 'l', 's'}) do
+  local n = redis.call('LLEN', LISTS.s[2])
+  for _, lane in ipairs(LANES) do
     n = n + redis.call('LLEN', LISTS[lane][2])
   end
   local counters = redis.call('HMGET', prefix .. 'counters', 'pending_bytes', 'grouped_h', 'grouped_n', 'grouped_l')

@@ -341,15 +341,15 @@ class Loop:
         following: Batch | None = batch
         while following is not None:
             batch = following
-            over = threading.Event()
+            over = threading.Event() if self._is_worth_overlap(batch) else None
             beside: Future[_Beside] | None = None
-            ahead = self._is_worth_overlap(batch)
-            if ahead or behind is not None:
-                beside = self._second.submit(self._work_beside, behind, over if ahead else None)
+            if over is not None or behind is not None:
+                beside = self._second.submit(self._work_beside, behind, over)
             behind = None
             try:
                 ran = self._run(batch)
-                over.set()
+                if over is not None:
+                    over.set()
                 waits = beside is not None and not beside.done()
                 if waits:  # the model has to wait for its next batch, but the callers of this one need not
                     self._answer(ran)
@@ -361,7 +361,8 @@ class Loop:
                 elif not waits:
                     self._unpublished.append((batch, self._encoded(ran)))
             except DeviceLostError:
-                over.set()
+                if over is not None:
+                    over.set()
                 self._hand_back(beside.result()[1] if beside is not None else None)
                 raise
             if self._stop.requested:
@@ -408,7 +409,7 @@ class Loop:
         ran = _Ran(batch, prepared, self._model.predict(prepared))
         batch.prepared = None  # the inputs' memory, as soon as it is not needed
         if not ran.output.detached:
-            self._encoded(ran)
+            self._encode(ran)
         seconds = time.perf_counter() - started
         self._board.set("run_started", 0)
         self._run_time.ran(seconds)
@@ -424,13 +425,16 @@ class Loop:
     def _encoded(self, ran: _Ran) -> Answers:
         """Return the replies to a batch that has run; on the model's thread, where one that failed is run again in parts."""
         if ran.answers is None:
-            self._of_thread.batch = ran.batch
             with self._busy("run_started"):
-                outcomes = self._model.answers(ran.output)
-                if outcomes is None:
-                    outcomes = self._model.rescue(ran.prepared, ran.output, ran.batch.again)
-                ran.answers = encode(ran.batch, outcomes, self._config.max_payload)
-        return ran.answers
+                self._encode(ran)
+        return ran.answers  # type: ignore[return-value]
+
+    def _encode(self, ran: _Ran) -> None:
+        self._of_thread.batch = ran.batch
+        outcomes = self._model.answers(ran.output)
+        if outcomes is None:
+            outcomes = self._model.rescue(ran.prepared, ran.output, ran.batch.again)
+        ran.answers = encode(ran.batch, outcomes, self._config.max_payload)
 
     def _prefetch(self, over: threading.Event) -> Batch | None:
         """On the second thread, while the model runs: take the next batch, if it is full and nobody idle waits for it."""
