@@ -138,6 +138,14 @@ def start_worker(redis_url: str, tmp_path: Path) -> Iterator[StartWorker]:
                 worker.process.wait()
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, reaped or not; it may do so while it is looked at."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 async def until(condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition") -> None:
     """Wait until a condition holds; fail if it does not come."""
     deadline = time.monotonic() + seconds

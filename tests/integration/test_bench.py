@@ -17,6 +17,7 @@ from batchq.model import Model
 from batchq.protocols import BatchContext
 from batchq_cli.bench_models import Clock, echo, timed
 from batchq_cli.embedded import EmbeddedRedis
+from tests.conftest import is_gone
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 QUICK = ("--rounds", "2", "--seconds", "0.1")
@@ -38,13 +39,6 @@ def descendants(pid: int) -> list[int]:
         for child in map(int, path.read_text().split()):
             found += [child, *descendants(child)]
     return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_the_json_has_every_run_beside_its_floor() -> None:
@@ -135,7 +129,7 @@ def test_it_leaves_no_process_behind_when_it_is_ended(number: signal.Signals, co
     os.kill(process.pid, number)
     process.communicate(timeout=60)
     assert process.returncode == code
-    assert not [pid for pid in started if is_running(pid)]
+    assert not [pid for pid in started if not is_gone(pid)]
 
 
 def test_a_models_clock_is_read_from_another_process(tmp_path: Path) -> None:

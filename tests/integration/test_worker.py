@@ -11,7 +11,7 @@ import redis as redis_py
 
 from batchq import AsyncClient, ModelError, WorkerLostError
 from batchq_cli.embedded import EmbeddedRedis
-from tests.conftest import StartWorker, until
+from tests.conftest import StartWorker, is_gone, until
 
 QUEUE = "batchq:{default}:"
 
@@ -117,9 +117,7 @@ async def test_a_child_dies_with_its_parent(
         [child] = worker.children
         worker.process.kill()
         worker.process.wait()
-        await until(
-            lambda: not Path(f"/proc/{child}").exists() or "(Z" in Path(f"/proc/{child}/stat").read_text()
-        )
+        await until(lambda: is_gone(child))
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
 

@@ -21,7 +21,7 @@ import redis as redis_py
 
 from batchq import AsyncClient, WorkerLostError
 from batchq_workers.cpus import usable_cpus
-from tests.conftest import StartWorker, until
+from tests.conftest import StartWorker, is_gone, until
 
 QUEUE = "batchq:{default}:"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
@@ -108,13 +108,6 @@ async def from_both(client: AsyncClient) -> None:
         answers |= set(await client.predict_many(range(8)))
 
 
-def lives(pid: int) -> bool:
-    try:
-        return "(Z" not in Path(f"/proc/{pid}/stat").read_text() and Path(f"/proc/{pid}").exists()
-    except OSError:
-        return False
-
-
 def ping(redis_url: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "batchq_cli", "ping", "--worker", "--redis", redis_url]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -174,7 +167,7 @@ async def test_auto_takes_all_gpus_that_torch_finds_and_the_parent_imports_no_to
     assert {answer["visible"] for answer in found.values()} == {"left", "right"}
     [looked] = gpus.read_text().split()
     assert int(looked) not in (worker.process.pid, *found)
-    assert not lives(int(looked))
+    assert is_gone(int(looked))
 
 
 async def test_auto_without_a_gpu_is_the_cpu(
@@ -310,7 +303,7 @@ def test_a_model_that_cannot_be_loaded_on_one_device_ends_the_worker_before_any_
     assert worker.process.wait(30) == 3
     assert "no weights for right" in worker.log
     pids = [int(line.split()[1]) for line in (tmp_path / "loads").read_text().splitlines()]
-    assert not any(map(lives, pids))
+    assert all(map(is_gone, pids))
 
 
 # --- a lost device ---
@@ -395,7 +388,7 @@ async def test_a_drained_worker_of_several_children_exits_with_0_and_leaves_no_p
         assert await call in ("left", "right")
     assert await asyncio.to_thread(worker.process.wait, 30) == 0
     assert len(children) == 2
-    assert not any(map(lives, children))
+    assert all(map(is_gone, children))
     assert raw.zcard(QUEUE + "leases") == 0
 
 
@@ -428,7 +421,7 @@ def test_a_model_is_closed_at_the_end_and_one_that_hangs_in_it_keeps_no_worker_a
     [child] = worker.children
     assert worker.stop() == 0
     assert (tmp_path / "closed").exists()
-    assert not lives(child)
+    assert is_gone(child)
 
 
 # --- what others know of it ---
