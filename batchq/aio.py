@@ -390,9 +390,7 @@ class AsyncClient:
         loop = session.loop
         now = loop.time()
         place = place_of(check_lane(priority), batch_key)
-        call = Call(
-            wire_id, request, place, self._config.timeout, now + seconds, loop.create_future(), cost
-        )
+        call = Call(wire_id, request, place, self._config.timeout, now + seconds, loop.create_future(), cost)
         call.give_up = now + self._config.timeout
         call.ttl_ms = ttl_ms
         session.submit(call)

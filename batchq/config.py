@@ -81,7 +81,9 @@ def check_extras(batch_key: object, cost: object, meta: object) -> None:
     if cost is not None and (
         isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 <= cost <= MAX_COST
     ):
-        raise ConfigError(f"cost={cost!r}: allowed is a number from 0 to {MAX_COST:,}, or None (default None)")
+        raise ConfigError(
+            f"cost={cost!r}: allowed is a number from 0 to {MAX_COST:,}, or None (default None)"
+        )
     if meta is not None and not isinstance(meta, dict):
         raise ConfigError(f"meta={meta!r}: allowed is a dict or None (default None)")
 
@@ -133,7 +135,9 @@ class BatchPolicy:
         if self.max_batch_cost is not None:
             check_int("max_batch_cost", self.max_batch_cost, 1, MAX_COST, "None, no limit")
         elif self.padded:
-            raise ConfigError("padded=True says how max_batch_cost is counted, and there is none: give one (default False)")
+            raise ConfigError(
+                "padded=True says how max_batch_cost is counted, and there is none: give one (default False)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
