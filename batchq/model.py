@@ -82,8 +82,8 @@ class Model:
 
     ``loaded``: what ``load`` returned. ``device``: where it runs, the CPU if None. ``on_error(error, indices)`` is told of each exception
     and for which of the values, so that it can log the traceback under the requests' ids; an answer that is not n answers is such an
-    exception as well. ``on_out_of_memory(size)`` is told that a batch of ``size`` (2 or more) did not fit into memory and is split. Both
-    are called on the thread that called the Model, and may be set later.
+    exception as well. ``on_out_of_memory(size)`` is told that a batch of ``size`` (2 or more) did not fit into memory and was split, unless
+    one of its items does not even fit alone. Both are called on the thread that called the Model, and may be set later.
 
     ``wants_context``: it takes a BatchContext; else ``prepare`` needs none. ``classifies``: it has a ``batch_key`` or a ``cost``, see
     ``classify``; ``costs``: it has a ``cost``; ``groups``: it has a ``batch_key``. ``views``: its inputs
@@ -282,7 +282,8 @@ class Model:
         cause = ""
         if output.error is not None and not self._device.is_out_of_memory(output.error):
             cause = describe(output.error)
-        parts = self._halves(output, outcomes)
+        tight: list[Sequence[int]] = []  # what did not fit into memory
+        parts = self._halves(output, outcomes, tight)
         while parts:
             part = parts.pop()
             # the values as they came: the model may have changed its inputs in place before it failed
@@ -291,16 +292,23 @@ class Model:
             output = self.predict(self._prepare(values, context, part))
             answers = self.answers(output)
             if answers is None:
-                parts += self._halves(output, outcomes)
+                parts += self._halves(output, outcomes, tight)
             else:  # the model may give out the same buffers with the next part's answers
                 outcomes.update(zip(part, answers if output.detached else map(_own, answers), strict=True))
+        # one item that does not even fit alone says nothing about how many others do
+        alone = {part[0] for part in tight if len(part) == 1}
+        for part in tight:
+            if len(part) > 1 and alone.isdisjoint(part) and self.on_out_of_memory is not None:
+                self.on_out_of_memory(len(part))
         found = [outcomes[index] for index in range(prepared.size)]
         if cause and not self._told_of_batches and not any(isinstance(one, BatchqError) for one in found):
             self._told_of_batches = True
             _log_batch(prepared.values, cause)
         return found
 
-    def _halves(self, output: Output, outcomes: dict[int, Any]) -> list[Sequence[int]]:
+    def _halves(
+        self, output: Output, outcomes: dict[int, Any], tight: list[Sequence[int]]
+    ) -> list[Sequence[int]]:
         """Return the halves to be run instead of a batch that failed; a single item gets its outcome."""
         outcomes.update(output.refused)
         error, indices, output.error, output.answer = output.error, output.indices, None, None
@@ -322,10 +330,9 @@ class Model:
         del error
         if out_of_memory:
             self._device.free()
+            tight.append(indices)
         if len(indices) == 1:
             return []
-        if out_of_memory and self.on_out_of_memory is not None:
-            self.on_out_of_memory(len(indices))
         middle = len(indices) // 2
         return [indices[middle:], indices[:middle]]
 

@@ -316,7 +316,7 @@ def test_a_single_input_that_does_not_fit_fails_alone_and_says_so():
     assert fine == [1, 2]
     assert str(large) == "a single input does not fit into memory, device fake:0: TooLargeError: no room"
     assert large.error_type == "TooLargeError"
-    assert sizes == [3, 2]
+    assert sizes == []  # it says nothing about how many of the others fit: no smaller batches because of it
 
 
 @pytest.mark.parametrize("part", ["collate", "predict", "split"])

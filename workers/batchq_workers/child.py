@@ -121,7 +121,7 @@ def _run(config: WorkerConfig, child: int, device: str, board: Board, stop: Stop
             board.set("ready", 1)
             Loop(config, child, board, model, stop).run()
     except DeviceLostError as error:  # nothing more can be done on it, not even close
-        log.error("device %s is lost to this process: %s", device, error, exc_info=error.__cause__)
+        log.error("%s", error, exc_info=error.__cause__)
         return EXIT_DEVICE
     except BaseException:
         log.exception("the model ended its process")
