@@ -363,7 +363,8 @@ class Loop:
             except DeviceLostError:
                 if over is not None:
                     over.set()
-                self._hand_back(beside.result()[1] if beside is not None else None)
+                with contextlib.suppress(BackendUnavailableError):  # the process has to end all the same
+                    self._hand_back(beside.result()[1] if beside is not None else None)
                 raise
             if self._stop.requested:
                 self._hand_back(following)
