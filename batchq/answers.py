@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from batchq import codec
+from batchq.errors import EncodeError, ModelError
 
 MAX_MESSAGE: Final = 1000
 """Characters of an exception's text that a caller gets to see; the log has all of it."""
@@ -115,3 +116,9 @@ def _remedy(answer: object) -> str:
     if hasattr(answer, "tolist"):
         return f"{_ONE_EACH}: call .tolist()"
     return _ONE_EACH
+
+
+def unsendable(error: EncodeError) -> ModelError:
+    """Return the error for the caller of a request whose answer holds something that cannot cross the wire: it is the model's."""
+    text = error.message.replace("value", "answer", 1)
+    return ModelError(f"the model's answer cannot be sent: {text}", error_type="EncodeError")

@@ -136,7 +136,7 @@ class BatchPolicy:
             check_int("max_batch_cost", self.max_batch_cost, 1, MAX_COST, "None, no limit")
         elif self.padded:
             raise ConfigError(
-                "padded=True says how max_batch_cost is counted, and there is none: give one (default False)"
+                "padded=True says how max_batch_cost is counted, and there is none: give max_batch_cost as well (default False)"
             )
 
 

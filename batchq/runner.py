@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final
 
 from batchq import codec
+from batchq.answers import unsendable
 from batchq.boxes import Request, fresh
 from batchq.device import DeviceLostError
 from batchq.errors import BatchqError, EncodeError, ModelError, PayloadTooLargeError
@@ -118,7 +119,7 @@ class Runner:
         try:
             return self._pack(answer, "answer")
         except EncodeError as error:
-            return EncodeError(f"the model's answer cannot be carried: {error.message}")
+            return unsendable(error)
         except PayloadTooLargeError as error:
             return error
 

@@ -184,8 +184,12 @@ def splits_badly():
     return Model()
 
 
-def loses_its_device(path):
-    """Meets a sticky error for `lose`, as often as ``path`` allows: each time a file of it is used up."""
+def loses_its_device(path, url=""):
+    """Meets a sticky error for `lose`, as often as ``path`` allows: each time a file of it is used up.
+
+    With the ``url`` of its Redis it first has all connections to that cut.
+    """
+    import redis
     import torch  # noqa: F401 - only who has torch can have lost a device of it
 
     def predict(inputs):
@@ -193,6 +197,9 @@ def loses_its_device(path):
         left = sorted(Path(path).iterdir())
         if "lose" in inputs and left:
             left[0].unlink()
+            if url:
+                with redis.Redis.from_url(url, protocol=2) as client:
+                    client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             raise RuntimeError("CUDA error: device-side assert triggered")
         return inputs
 
@@ -241,5 +248,32 @@ def knows_keys_at_the_second_look():
 
         def predict(self, batch):
             return [list(batch)] * len(batch)
+
+    return Model()
+
+
+def tells_what_it_keeps(path):
+    """Writes to ``path``, again and again, how many of the values that it was given are still in memory; with a split."""
+    import threading
+    import weakref
+
+    seen = []
+
+    def watch():
+        while True:
+            Path(path + ".new").write_text(str(sum(ref() is not None for ref in seen)))
+            os.replace(path + ".new", path)
+            time.sleep(0.02)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+    class Model:
+        def predict(self, batch):
+            seen.extend(map(weakref.ref, batch))
+            time.sleep(0.01)
+            return len(batch)
+
+        def split(self, output, n):
+            return [output] * n
 
     return Model()

@@ -21,7 +21,7 @@ from batchq.protocols import BatchContext
 from batchq_cli.common import EXIT_MODEL, CliError, one_line, parse_json, show_duration
 from batchq_workers.child import load
 from batchq_workers.config import WorkerConfig
-from batchq_workers.devices import first_device
+from batchq_workers.devices import find
 
 _LINE = 100
 """Characters of a description of answers."""
@@ -29,11 +29,18 @@ _LINE = 100
 
 def check_model(config: WorkerConfig, sample: str | None) -> None:
     """Load the model, run a batch of one and one of two, print how it went; raise CliError where it fails."""
+    try:
+        _check(config, sample)
+    except SystemExit as error:  # of the model's: with code 0 it would look like success
+        raise CliError(f"the model called sys.exit({error.code})", EXIT_MODEL) from error
+
+
+def _check(config: WorkerConfig, sample: str | None) -> None:
     given = None if sample is None else parse_json(sample, "--sample")
     # the folder comes first, as in a worker, where `python -m` has left it in another place
     folder = os.path.abspath(config.app_dir)
     sys.path[:] = [place for place in sys.path if os.path.abspath(place) != folder]
-    device = first_device(config.device)
+    device = find(config.device, os.environ)[0]
     started = time.perf_counter()
     try:
         model = Model(load(config, device), device=open_device(device))

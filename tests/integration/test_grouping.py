@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import redis
+import redis as redis_py
 
 from batchq import AsyncClient, BatchqError, Client, ModelError, RequestError, WorkerLostError
 from tests.conftest import StartWorker, until
@@ -18,7 +19,7 @@ LENGTHS = "tests.models:lengths"
 
 
 def leftovers(url: str, queue: str = "default") -> set[str]:
-    with redis.Redis.from_url(url, protocol=2) as client:
+    with redis_py.Redis.from_url(url, protocol=2) as client:
         names = {
             key.decode().partition("}:")[2].partition(":")[0] for key in client.keys(f"batchq:{{{queue}}}:*")
         }
@@ -161,7 +162,7 @@ async def test_a_request_that_cannot_be_decoded_harms_nobody_where_the_model_gro
 ) -> None:
     start_worker(LENGTHS, "--max-delay", "20ms")
     bad = b"\x96\x01\xc4\x10" + b"b" * 16 + b"\xce\x00\x00\xea\x60\xce\x00\x00\x27\x10\xc1\xc0"
-    with redis.Redis.from_url(redis_url, protocol=2) as raw:
+    with redis_py.Redis.from_url(redis_url, protocol=2) as raw:
         raw.rpush("batchq:{default}:requests", bad)
         head = f"{int(time.time() * 1e6)};10000000;{len(bad)};0;n;0;{b'b'.hex() * 16}"
         raw.rpush("batchq:{default}:heads", head)
@@ -193,15 +194,17 @@ async def test_a_batch_whose_answers_cannot_be_split_is_run_again_in_parts(
         assert await asyncio.gather(*map(client.predict, values)) == values
 
 
+@pytest.mark.parametrize("redis", ["there", "cut off"])
 async def test_a_lost_device_ends_the_child_and_its_batch_is_run_by_the_next(
-    start_worker: StartWorker, redis_url: str, tmp_path: Path
+    start_worker: StartWorker, redis_url: str, tmp_path: Path, redis: str
 ) -> None:
     folder = tmp_path / "losses"
     folder.mkdir()
     (folder / "1").touch()
-    worker = start_worker(
-        "tests.models:loses_its_device", "--model-arg", f"path={folder}", "--max-batch-size", "4"
-    )
+    options = ["--model-arg", f"path={folder}", "--max-batch-size", "4"]
+    if redis == "cut off":  # just when the batch that was fetched ahead is to be handed back
+        options += ["--model-arg", f"url={redis_url}"]
+    worker = start_worker("tests.models:loses_its_device", *options)
     [child] = worker.children
     values = [f"v{n}" for n in range(200)]
     values[77] = "lose"
@@ -259,3 +262,14 @@ async def test_a_key_that_is_told_only_at_the_second_look_still_keeps_batches_ap
         answers = await asyncio.gather(*map(client.predict, values))
     for value, answer in zip(values, answers, strict=True):
         assert {other[0] for other in answer} == {value[0]}
+
+
+async def test_an_idle_worker_keeps_nothing_of_the_batches_that_it_has_run(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    count = tmp_path / "count"
+    start_worker("tests.models:tells_what_it_keeps", "--model-arg", f"path={count}", "--max-batch-size", "4")
+    async with AsyncClient(redis_url) as client:
+        answers = await asyncio.gather(*(client.predict(np.zeros(1000)) for _ in range(40)))
+    assert set(answers) == {4}
+    await until(lambda: count.read_text() == "0", what="an empty memory")

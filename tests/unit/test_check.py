@@ -136,3 +136,23 @@ def test_a_module_for_which_the_sample_has_the_wrong_shape_says_so(check):
     result = check(source)
     assert result.exit_code == 3
     assert "shapes cannot be multiplied" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys\ndef load(): sys.exit(0)",
+        "import sys\ndef load(): return lambda inputs: sys.exit(0)",
+        "import sys\nsys.exit(0)",
+    ],
+)
+def test_a_model_that_calls_sys_exit_has_not_passed(check, source):
+    result = check(source, "--sample", "1")
+    assert result.exit_code == 3
+    assert "the model called sys.exit(0)" in result.stderr
+
+
+def test_a_device_that_does_not_exist_is_told_as_a_worker_tells_it(check):
+    result = check("def load(): return lambda inputs: inputs", "--sample", "1", "--device", "cuda:999")
+    assert result.exit_code == 2
+    assert "device cuda:999 does not exist" in result.stderr

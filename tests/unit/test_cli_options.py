@@ -574,11 +574,11 @@ ECHO = "def load(device='cpu', **args):\n    return lambda inputs: [[x, device, 
 
 
 def test_check_runs_a_batch_of_one_and_of_two_and_reports(check: Callable[..., Result]) -> None:
-    result = check(ECHO, "--sample", '{"text": "hello"}', "--device", "cuda:1", "--model-arg", "size=3")
+    result = check(ECHO, "--sample", '{"text": "hello"}', "--device", "mps", "--model-arg", "size=3")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert "is loaded" in lines[0]
-    assert "cuda:1" in lines[0]
+    assert "mps" in lines[0]
     assert lines[1].startswith("sample: --sample, dict {text: str of 5}")
     assert [line.split(":")[0] for line in lines[2:4]] == ["batch of 1", "batch of 2"]
     assert "list of list of 3" in lines[2]

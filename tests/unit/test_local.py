@@ -215,7 +215,8 @@ def test_an_answer_that_cannot_be_carried_fails_its_own_item(gate):
     with LocalClient(gate.load, max_batch_size=2, max_delay=60) as client:
         good, bad = client.predict_many([1, "set"], return_exceptions=True)
     assert good == 2
-    assert isinstance(bad, EncodeError)
+    assert isinstance(bad, ModelError)
+    assert bad.error_type == "EncodeError"
     assert "the model's answer" in str(bad)
 
 
@@ -1463,3 +1464,13 @@ def test_the_two_clients_have_the_same_calls_with_the_same_arguments():
         assert [(p.name, p.kind, p.default) for p in sync.parameters.values()] == [
             (p.name, p.kind, p.default) for p in later.parameters.values()
         ]
+
+
+def test_an_answer_that_cannot_be_sent_is_the_models_fault_in_the_words_of_a_worker():
+    with (
+        LocalClient(lambda: lambda inputs: [{value} for value in inputs], max_delay=0) as client,
+        pytest.raises(ModelError) as caught,
+    ):
+        client.predict(1)
+    assert str(caught.value) == "the model's answer cannot be sent: answer: set; call list()"
+    assert (caught.value.error_type, caught.value.http_status) == ("EncodeError", 500)

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from batchq import wire
+from batchq.answers import unsendable
 from batchq.commands import Answers, Head, Place, Taken, parse_head
 from batchq.config import DEFAULT_COST, MAX_COST
 from batchq.errors import (
@@ -253,8 +254,7 @@ def encode(batch: Batch, outcomes: Sequence[Any], max_payload: int) -> Answers:
             except BatchqError as error:
                 failed += 1
                 if isinstance(error, EncodeError):
-                    text = error.message.replace("value", "answer", 1)
-                    error = ModelError(f"the model's answer cannot be sent: {text}", error_type="EncodeError")
+                    error = unsendable(error)
                 reply = wire.encode_error(request.id, error)
         add(request.id, request.reply, reply)
     for request_id, address, reply in batch.early:

@@ -19,7 +19,7 @@ from batchq.model import Model, call_load, load_model
 from batchq_workers import logs
 from batchq_workers.board import Board
 from batchq_workers.config import WorkerConfig
-from batchq_workers.devices import first_device, name_inside
+from batchq_workers.devices import name_inside
 from batchq_workers.loop import Loop, Stop
 
 EXIT_MODEL: Final = 3
@@ -67,17 +67,15 @@ def _sign_logs(child: int, device: str) -> None:
         handler.addFilter(sign)
 
 
-def load(config: WorkerConfig, device: str | None = None) -> Any:
-    """Load the model as the settings say, on ``device`` (None: the first of those that the settings name).
+def load(config: WorkerConfig, device: str) -> Any:
+    """Load the model as the settings say, on ``device``.
 
     Returns what the user's function has returned; raises a BatchqError that tells what is wrong.
     """
     path = os.path.abspath(config.app_dir)
     if path not in sys.path:
         sys.path.insert(0, path)  # only now: our own imports are done, the user's folder cannot shadow them
-    return call_load(
-        load_model(config.model), device=device or first_device(config.device), args=config.model_args
-    )
+    return call_load(load_model(config.model), device=device, args=config.model_args)
 
 
 def _start(config: WorkerConfig, device: str) -> Model | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
 import re
 import subprocess
 import sys
@@ -160,12 +159,6 @@ def find(
     if found is None:
         return ()
     return choose(names, found if visible is None else replace(found, gpus=min(found.gpus, len(visible))))
-
-
-def first_device(text: str) -> str:
-    """Return the first device that ``text`` names, whether it exists or not, or that ``auto`` finds."""
-    names = parse_devices(text)
-    return find(text, os.environ)[0] if names == ("auto",) else names[0]
 
 
 def _find(needed: int, stopped: Callable[[], bool]) -> Found | None:

@@ -49,11 +49,10 @@ def policy_that_holds(queue: str, wanted: BatchPolicy, config: Mapping[str, int]
     for name, value in mine.items():
         if holds[name] != value:
             log.warning(
-                "%s=%d holds for queue %s, set by a worker that is alive; not %d as given here",
-                name,
-                holds[name],
+                "%s holds for queue %s, set by a worker that is alive; not %s as given here",
+                _shown(name, holds[name]),
                 queue,
-                value,
+                _shown(name, value),
             )
     return BatchPolicy(
         max_batch_size=holds["max_batch_size"],
@@ -63,6 +62,10 @@ def policy_that_holds(queue: str, wanted: BatchPolicy, config: Mapping[str, int]
         max_batch_cost=holds["max_batch_cost"] or None,
         padded=bool(holds["padded"] and holds["max_batch_cost"]),
     )
+
+
+def _shown(name: str, value: int) -> str:
+    return f"no {name}" if name == "max_batch_cost" and not value else f"{name}={value}"
 
 
 def check_models(config: WorkerConfig, others: Mapping[str, str]) -> None:

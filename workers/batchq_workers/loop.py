@@ -115,7 +115,7 @@ class Loop:
         self._in_doubt: str | None = None
         self._unpublished: list[tuple[Batch, Answers]] = []
         self._of_thread = threading.local()
-        """``batch``: the one whose run or answers this thread is about, for the log."""
+        """``batch``: the one for which this thread is in the user's code, so that the log can name its requests."""
         self._due_at: float | None = None
         self._solo_first = True
         self._native = False
@@ -144,6 +144,7 @@ class Loop:
                     attempt = 0
                     if batch is not None:
                         self._work(batch)
+                        batch = None  # an idle worker holds no inputs
                 except BackendUnavailableError as error:
                     self._due_at = None
                     if attempt == 0:
@@ -320,13 +321,15 @@ class Loop:
         return batch
 
     @contextlib.contextmanager
-    def _busy(self, field: str) -> Iterator[None]:
-        """Have the parent know since when the user's code is at work on a batch: it ends what takes too long."""
+    def _busy(self, field: str, batch: Batch | None = None) -> Iterator[None]:
+        """Be in the user's code, for this batch: the parent knows since when, and ends what takes too long."""
+        self._of_thread.batch = batch
         self._board.set(field, time.monotonic())
         try:
             yield
         finally:
             self._board.set(field, 0)
+            self._of_thread.batch = None
 
     def _give_back(self, link: Link, call: commands.Call[int]) -> None:
         """Hand back what was taken. Its name is used again, so that the parent, who renews the newest few, goes on with what runs."""
@@ -356,7 +359,8 @@ class Loop:
                 again, following = beside.result() if beside is not None else (None, None)
                 if again is not None:
                     self._answer(again)
-                if not waits and following is not None and not self._stop.requested:
+                stopping = self._stop.requested  # asked once: the signal may come at any time
+                if not waits and following is not None and not stopping:
                     behind = ran
                 elif not waits:
                     self._unpublished.append((batch, self._encoded(ran)))
@@ -366,7 +370,7 @@ class Loop:
                 with contextlib.suppress(BackendUnavailableError):  # the process has to end all the same
                     self._hand_back(beside.result()[1] if beside is not None else None)
                 raise
-            if self._stop.requested:
+            if stopping:
                 self._hand_back(following)
                 following = None
 
@@ -403,16 +407,14 @@ class Loop:
         if not batch.requests:
             prepared = self._prepare(batch)
             return _Ran(batch, prepared, Output(prepared), encode(batch, [], self._config.max_payload))
-        self._of_thread.batch = batch
-        self._board.set("run_started", time.monotonic())
         started = time.perf_counter()
-        prepared = batch.prepared or self._prepare(batch)
-        ran = _Ran(batch, prepared, self._model.predict(prepared))
-        batch.prepared = None  # the inputs' memory, as soon as it is not needed
-        if not ran.output.detached:
-            self._encode(ran)
+        with self._busy("run_started", batch):
+            prepared = batch.prepared or self._prepare(batch)
+            ran = _Ran(batch, prepared, self._model.predict(prepared))
+            batch.prepared = None  # the inputs' memory, as soon as it is not needed
+            if not ran.output.detached:
+                self._encode(ran)
         seconds = time.perf_counter() - started
-        self._board.set("run_started", 0)
         self._run_time.ran(seconds)
         self._board.add("batches", 1)
         self._board.add("requests", len(batch.requests))
@@ -426,12 +428,11 @@ class Loop:
     def _encoded(self, ran: _Ran) -> Answers:
         """Return the replies to a batch that has run; on the model's thread, where one that failed is run again in parts."""
         if ran.answers is None:
-            with self._busy("run_started"):
+            with self._busy("run_started", ran.batch):
                 self._encode(ran)
         return ran.answers  # type: ignore[return-value]
 
     def _encode(self, ran: _Ran) -> None:
-        self._of_thread.batch = ran.batch
         outcomes = self._model.answers(ran.output)
         if outcomes is None:
             outcomes = self._model.rescue(ran.prepared, ran.output, ran.batch.again)
@@ -459,7 +460,7 @@ class Loop:
                     batch = self._received(link, name, taken, prefetch=True)
                     if batch is not None:
                         if batch.requests:
-                            with self._busy("beside_started"):
+                            with self._busy("beside_started", batch):
                                 batch.prepared = self._prepare(batch)
                         return batch
                     if self._regrouped != before:  # maybe a group is full now
@@ -473,8 +474,7 @@ class Loop:
     def _publish_behind(self, ran: _Ran) -> _Ran | None:
         """On the second thread: answer a batch while the model runs the next; return it if it has to be run again."""
         if ran.answers is None:
-            self._of_thread.batch = ran.batch
-            with self._busy("beside_started"):
+            with self._busy("beside_started", ran.batch):
                 outcomes = self._model.answers(ran.output)
                 if outcomes is None:
                     return ran

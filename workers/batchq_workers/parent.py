@@ -179,6 +179,7 @@ class Parent:
             extra={
                 "model": self._config.model, "devices": ",".join(slot.device for slot in self._slots),
                 "max_batch_size": policy.max_batch_size, "max_delay": policy.max_delay,
+                "max_batch_cost": policy.max_batch_cost, "padded": policy.padded,
             },
         )  # fmt: skip
         return None
